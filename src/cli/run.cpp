@@ -15,8 +15,10 @@ namespace imbrex::cli {
 namespace {
 
 struct RunArguments {
-  std::string model, trace, q_dtype = "bf16", kv_dtype = "bf16", kv_memory, verify = "0", report, json, pacing = "arrival";
+  std::string model, trace, q_dtype = "bf16", kv_dtype = "bf16", kv_memory, verify = "0", verify_last = "0", spec_acceptance = "70%",
+                            report, json, pacing = "arrival";
   int64_t num_requests = 0;
+  int shrink = 1;
   serve::ReplayOptions replay;
   bool no_prefix_sharing = false, no_ceilings = false, quiet = false;
 };
@@ -43,11 +45,14 @@ int run_trace(RunArguments& o) {
   r.kv_dtype = parse_dtype(o.kv_dtype);
   r.prefix_sharing = !o.no_prefix_sharing;
   r.verify_fraction = parse_fraction(o.verify);
+  r.verify_last = parse_fraction(o.verify_last);
+  r.drafts.acceptance = parse_fraction(o.spec_acceptance);
   r.pacing = o.pacing == "saturate" ? serve::Pacing::saturate : serve::Pacing::arrival;
   if (!o.kv_memory.empty()) r.kv_bytes = parse_size(o.kv_memory);
   const ModelSpec model = load_model(o.model);
   serve::Trace trace = serve::read_trace(o.trace);
   if (o.num_requests > 0 && o.num_requests < int64_t(trace.requests.size())) trace.requests.resize(size_t(o.num_requests));
+  serve::shrink(trace, o.shrink);
 
   serve::ReportContext context{IMBREX_VERSION, command_line(), utc_now(), {}};
   if (!o.no_ceilings) context.ceilings = serve::ceilings_of(device, r.num_threads, 1.5);
@@ -76,8 +81,10 @@ void add_run(CLI::App& app, Action& action) {
   sub->add_option("--model", o->model, "Preset name, config.json, or a folder with one")->required();
   sub->add_option("--trace", o->trace, "Mooncake JSONL, Azure CSV, or plain CSV/JSONL of arrival, input, output")->required();
   sub->add_option("--num-requests", o->num_requests, "Only the first N requests (0: all)")->check(CLI::NonNegativeNumber);
+  sub->add_option("--shrink", o->shrink, "Divide all lengths of the trace, and its blocks of prefixes, by N")->capture_default_str();
   sub->add_option("--device", r.device, "Where to run: cpu, cuda:0, or a device of a plug-in")->capture_default_str();
   sub->add_option("--layers", r.num_layers, "Only the model's first N layers (0: all)")->check(CLI::NonNegativeNumber);
+  sub->add_option("--layers-of-kind", r.layers_of_kind, "Of these, the first N of each kind (0: all)")->check(CLI::NonNegativeNumber);
   sub->add_option("--max-num-batched-tokens", r.max_num_batched_tokens, "Query tokens of a step at most")->capture_default_str();
   sub->add_option("--max-num-seqs", r.max_num_seqs, "Requests of a step at most")->capture_default_str();
   sub->add_option("--block-size", r.block_size, "Tokens in a cache block (page)")->capture_default_str();
@@ -95,10 +102,15 @@ void add_run(CLI::App& app, Action& action) {
       ->check(CLI::IsMember({"arrival", "saturate"}))
       ->capture_default_str();
   sub->add_option("--rate-scale", r.rate_scale, "2: requests come twice as fast")->check(CLI::PositiveNumber)->capture_default_str();
+  sub->add_option("--spec-tokens", r.drafts.tokens, "Speculative decoding: N drafts behind each token (0: none)")
+      ->check(CLI::Range(0, serve::kMostDrafts));
+  sub->add_flag("--spec-tree", r.drafts.tree, "Drafts are a tree instead of a chain, of models whose layers all keep states");
+  sub->add_option("--spec-acceptance", o->spec_acceptance, "Chance of a draft to be kept behind one that is")->capture_default_str();
   sub->add_flag("--no-prefix-sharing", o->no_prefix_sharing, "Do not look for shared prefixes, and keep no states behind them");
   sub->add_flag("--skip-too-long", r.skip_too_long, "Leave out requests that the cache could never hold, instead of an error");
   sub->add_option("--time-limit", r.time_limit_s, "Stop after so many seconds (0: never)")->check(CLI::NonNegativeNumber);
   sub->add_option("--verify", o->verify, "Share of outputs that the reference backend recomputes, such as 1%");
+  sub->add_option("--verify-last", o->verify_last, "Share of requests whose last output and final state are recomputed in each layer");
   sub->add_option(
          "--seed", r.seed,
          "Same seed, same bits: whatever the batch size (but for layers of MLA, and a GPU's recurrent ones) and the number of threads")
@@ -115,7 +127,9 @@ void add_run(CLI::App& app, Action& action) {
       "  imbrex run --model llama-3.1-8b --trace azure.csv --device cuda:0 --pacing saturate --verify 0.1% --report out.html\n"
       "  imbrex run --model gemma-2-9b --trace trace.jsonl --pacing saturate --backend cpu_avx512 --json out.json\n"
       "  imbrex run --model lfm2-1.2b --trace trace.jsonl --verify 1%\n"
-      "  imbrex run --model qwen3-next-80b-a3b --trace trace.jsonl --layers 4 --verify 0.1%\n\n"
+      "  imbrex run --model qwen3-next-80b-a3b --trace trace.jsonl --layers 4 --verify 0.1%\n"
+      "  imbrex run --model nemotron-3-nano-30b-a3b --trace mooncake.jsonl --num-requests 200 --shrink 16 --layers-of-kind 2\n"
+      "  imbrex run --model falcon-mamba-7b --trace trace.jsonl --layers 2 --spec-tokens 6 --spec-tree --verify 0.1%\n\n"
       "Exit code 1 when a verified output differs from the reference.");
   sub->callback([o, &action] { action = [o] { return run_trace(*o); }; });
 }

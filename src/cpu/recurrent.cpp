@@ -285,6 +285,7 @@ class RecurrentCpuBackend final : public BackendOf<RecurrentFamily> {
                        .kernel = kernel,
                        .sizes = {is_narrow(spec) ? KernelChoice::Size{"tile_heads", std::min(kNarrowHeads, spec.num_v_heads)}
                                                  : KernelChoice::Size{"tile_values", std::min(kRecurrentValues, spec.head_dim_v)}}});
+    add_conv_choices(name(), spec, device, choices);
     return choices;
   }
 

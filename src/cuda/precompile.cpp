@@ -21,6 +21,7 @@
 #include "cuda/recurrent/recurrent.h"
 #include "cuda/short_conv/short_conv.h"
 #include "gpu/kernel_cache.h"
+#include "recurrent/conv_plan.h"
 
 namespace imbrex::cuda {
 namespace {
@@ -74,8 +75,12 @@ std::vector<LayerSpec> short_conv_sample() {
 
 std::vector<KernelKey> recurrent_keys(std::string_view arch, const LayerSpec& layer) {
   const auto* const spec = std::get_if<RecurrentSpec>(&layer);
+  if (spec == nullptr) return {};
   // With multiprocessors as the largest GPUs have them, so that kernels for few heads are there too.
-  return spec == nullptr ? std::vector<KernelKey>() : recurrent_kernels(arch, *spec, {.num_workers = 160});
+  std::vector<KernelKey> keys = recurrent_kernels(arch, *spec, {.num_workers = 160});
+  if (spec->conv != RecurrentConv::none)
+    for (KernelKey& key : short_conv_kernels(arch, conv_of(*spec))) keys.push_back(std::move(key));
+  return keys;
 }
 
 std::vector<LayerSpec> recurrent_sample() {

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "attention/kv_codec.h"
+#include "recurrent/conv_plan.h"
 
 namespace imbrex {
 
@@ -57,18 +58,24 @@ void deploy(ShortConvSpec& spec, DType q_dtype, DType, KvFormat, int) {
 
 bool has_cache(const RecurrentSpec&) { return true; }
 
+// A layer with a convolution in front has two states in a slot.
+int64_t conv_bytes(const RecurrentSpec& spec) { return spec.conv == RecurrentConv::none ? 0 : conv_of(spec).state_bytes(); }
+
 bool same_group(const RecurrentSpec& a, const RecurrentSpec& b) {
-  return a.num_v_heads == b.num_v_heads && a.head_dim_k == b.head_dim_k && a.head_dim_v == b.head_dim_v &&
-         a.state_rows() == b.state_rows() && a.state_dtype == b.state_dtype && a.layout == b.layout;
+  const bool no_conv = a.conv == RecurrentConv::none && b.conv == RecurrentConv::none;
+  const bool both_conv = a.conv != RecurrentConv::none && b.conv != RecurrentConv::none;
+  return (no_conv || (both_conv && same_group(conv_of(a), conv_of(b)))) && a.num_v_heads == b.num_v_heads && a.head_dim_k == b.head_dim_k &&
+         a.head_dim_v == b.head_dim_v && a.state_rows() == b.state_rows() && a.state_dtype == b.state_dtype && a.layout == b.layout;
 }
 
 std::string group_name(const RecurrentSpec&) { return std::string(RecurrentFamily::name); }
 std::string group_detail(const RecurrentSpec& spec) {
-  return fmt::format("v{} k{} v{} rows{} {} {}", spec.num_v_heads, spec.head_dim_k, spec.head_dim_v, spec.state_rows(),
-                     to_string(spec.state_dtype), to_string(spec.layout));
+  return fmt::format("v{} k{} v{} rows{} {} {}{}", spec.num_v_heads, spec.head_dim_k, spec.head_dim_v, spec.state_rows(),
+                     to_string(spec.state_dtype), to_string(spec.layout),
+                     spec.conv == RecurrentConv::none ? "" : fmt::format(" conv {}", group_detail(conv_of(spec))));
 }
 
-void add_bytes(const RecurrentSpec& spec, CacheGroup& group) { group.bytes_per_slot += spec.state_bytes(); }
+void add_bytes(const RecurrentSpec& spec, CacheGroup& group) { group.bytes_per_slot += spec.state_bytes() + conv_bytes(spec); }
 
 // The state keeps its type: it is that of the model's sums, not of its activations.
 void deploy(RecurrentSpec& spec, DType q_dtype, DType, KvFormat, int) {

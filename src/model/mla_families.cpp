@@ -180,8 +180,8 @@ void read_bailing_hybrid(const FamilyInput& in) {
   std::optional<double> bound;
   if (is_kda && config.flag("kda_safe_gate", true)) bound = config.maybe_negative("kda_lower_bound").value_or(-5);
   add_mixers(in, *mixers, geometry.spec,
-             is_kda ? kda_layer(in, heads, head_dim, bound, config, "short_conv_kernel_size")
-                    : lightning_layer(config, heads, head_dim, 0, in.dtype));
+             is_kda ? kda_layer(in, heads, head_dim, bound, config, "short_conv_kernel_size", 1e-6f)
+                    : read_bailing_lightning(in, heads, head_dim));
 }
 
 // Each of num_layers has two layers of attention, one after the other.

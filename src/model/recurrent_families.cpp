@@ -113,7 +113,9 @@ void read_minimax_decoder(const FamilyInput& in, const GeometryDefaults& default
         geometry.layers);
   AttentionSpec attention = decoder_spec(geometry, in.dtype);
   if (const auto window = read_window(config, 0)) attention.mask.window_left = *window - 1;
-  add_hybrid(in, geometry, *mixers, attention, lightning_layer(config, geometry.q_heads, geometry.head_dim, 1, in.dtype));
+  constexpr float kEps = 1e-6f;
+  config.note("lightning attention: the norm of outputs has the epsilon 1e-6, as in transformers; vLLM has 1e-5");
+  add_hybrid(in, geometry, *mixers, attention, lightning_layer(config, geometry.q_heads, geometry.head_dim, 1, 1, kEps, in.dtype));
 }
 
 }  // namespace
@@ -149,7 +151,8 @@ void read_nemotron_h(const FamilyInput& in) {
                           .heads_default = 128,
                           .state_default = 128,
                           .groups_default = 8,
-                          .least_step = true},
+                          .least_step = true,
+                          .eps = "layer_norm_epsilon"},
                          geometry.hidden));
 }
 
@@ -166,7 +169,9 @@ void read_granite_hybrid(const FamilyInput& in) {
   attention.score.scale = float(config.maybe_number("attention_multiplier", 1e3).value_or(1));
   if (!config.has("attention_multiplier")) config.note(fmt::format("{} absent: the class default 1", config.path("attention_multiplier")));
   const bool mamba = std::any_of(mixers->begin(), mixers->end(), [](Mixer m) { return m != Mixer::attention; });
-  add_hybrid(in, geometry, *mixers, attention, mamba ? read_mamba2(in, kMambaFields, geometry.hidden) : RecurrentLayer{});
+  Mamba2Fields fields = kMambaFields;
+  fields.eps_default = 1e-6f;
+  add_hybrid(in, geometry, *mixers, attention, mamba ? read_mamba2(in, fields, geometry.hidden) : RecurrentLayer{});
 }
 
 // Each layer has both.
@@ -174,6 +179,7 @@ void read_falcon_h1(const FamilyInput& in) {
   const Geometry geometry = read_geometry(in.config, {32, 4096, 32, 8}, false);
   Mamba2Fields fields = kMambaFields;
   fields.width = "mamba_d_ssm";
+  fields.optional_norm = true;
   if (const auto factor = in.config.maybe_number("key_multiplier", 1e3))
     in.config.note(
         fmt::format("{} {:g}: the engine multiplies keys by it, before they are written", in.config.path("key_multiplier"), *factor));
@@ -222,7 +228,8 @@ void read_zamba2(const FamilyInput& in) {
                           .state_default = 64,
                           .groups_default = 1,
                           .expand = "mamba_expand",
-                          .least_step = true},
+                          .least_step = true,
+                          .eps = nullptr},
                          hidden));
 }
 
@@ -254,7 +261,8 @@ void read_mamba2_model(const FamilyInput& in) {
                          .heads_default = 128,
                          .state_default = 128,
                          .groups_default = 8,
-                         .expand = "expand"},
+                         .expand = "expand",
+                         .eps = "layer_norm_epsilon"},
                         hidden),
             layers, hidden);
 }
@@ -276,8 +284,7 @@ void read_bailing_linear(const FamilyInput& in) {
   check(kv_heads == 0 || kv_heads == geometry.q_heads, "model.family.later",
         "{:.100}: {} is {}, expected 0 or {}: lightning attention whose heads share keys and values is not read", in.model.name,
         config.path("num_kv_heads_for_linear_attn"), kv_heads, geometry.q_heads);
-  add_hybrid(in, geometry, mixers, decoder_spec(geometry, in.dtype),
-             lightning_layer(config, geometry.q_heads, geometry.head_dim, 0, in.dtype));
+  add_hybrid(in, geometry, mixers, decoder_spec(geometry, in.dtype), read_bailing_lightning(in, geometry.q_heads, geometry.head_dim));
 }
 
 }  // namespace imbrex

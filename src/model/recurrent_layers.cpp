@@ -72,23 +72,36 @@ RecurrentSpec delta_spec(const ConfigReader& config, int k_heads, int v_heads, i
   return spec;
 }
 
-// The plain form, over channels that stand after one another in the rows of the fused projection.
-ShortConvSpec read_conv(const ConfigReader& config, const ConvFields& fields, int64_t channels, DType dtype) {
-  ShortConvSpec spec;
-  spec.dim = int(channels);
-  spec.width = read_conv_width(config, fields.width, 4);  // 4: every class's default
-  spec.bias = fields.bias != nullptr ? config.flag(fields.bias, true) : fields.biased;
-  spec.dtype = dtype;
-  spec.form = ShortConvForm::plain;
-  spec.activation = ShortConvActivation::silu;
-  if (fields.activation == nullptr) return spec;
+struct ConvSettings {
+  int width;
+  bool bias;
+};
+// SiLU follows in all of them.
+ConvSettings read_conv(const ConfigReader& config, const ConvFields& fields) {
+  const ConvSettings settings{.width = read_conv_width(config, fields.width, 4),  // 4: every class's default
+                              .bias = fields.bias != nullptr ? config.flag(fields.bias, true) : fields.biased};
+  if (fields.activation == nullptr) return settings;
   const std::string name = config.maybe_string(fields.activation).value_or("silu");
   check(name == "silu" || name == "swish", "model.field.activation",
         "{} must be silu, which convolutions in front of a recurrence have here, got \"{:.60}\"", config.path(fields.activation), name);
-  return spec;
+  return settings;
+}
+
+// Channels are after one another in the rows of the fused projection, in this order.
+void add_conv(RecurrentSpec& spec, RecurrentConv order, const ConvSettings& settings) {
+  spec.conv = order, spec.conv_width = settings.width, spec.conv_bias = settings.bias;
+}
+
+void add_outputs(RecurrentSpec& spec, OutputGate gate, OutputNorm norm, int groups, float eps) {
+  spec.out_gate = gate, spec.out_norm = norm;
+  if (norm != OutputNorm::none) spec.norm_groups = groups, spec.norm_eps = eps;
 }
 
 }  // namespace
+
+float read_norm_eps(const ConfigReader& config, const char* key, float class_default) {
+  return float(config.maybe_number(key, 1).value_or(double(class_default)));
+}
 
 RecurrentLayer read_gdn(const FamilyInput& in) {
   const ConfigReader& config = in.config;
@@ -98,18 +111,21 @@ RecurrentLayer read_gdn(const FamilyInput& in) {
         config.path("linear_num_value_heads"), v_heads, k_heads);
   const int dim_k = config.integer_or({"linear_key_head_dim"}, kMaxHeadDim, 128),
             dim_v = config.integer_or({"linear_value_head_dim"}, kMaxHeadDim, 128);
-  return {.recurrence = delta_spec(config, k_heads, v_heads, dim_k, dim_v, in.dtype),
-          .conv = read_conv(config, {.width = "linear_conv_kernel_dim", .activation = "hidden_act"},
-                            2 * int64_t(k_heads) * dim_k + int64_t(v_heads) * dim_v, in.dtype)};
+  RecurrentSpec spec = delta_spec(config, k_heads, v_heads, dim_k, dim_v, in.dtype);
+  add_conv(spec, RecurrentConv::qkv, read_conv(config, {.width = "linear_conv_kernel_dim", .activation = "hidden_act"}));
+  add_outputs(spec, OutputGate::silu, OutputNorm::before_gate, 0, read_norm_eps(config, "rms_norm_eps", 1e-6f));
+  return {.recurrence = spec, .conv = std::nullopt};
 }
 
 // Its q, k and v have weights of their own in checkpoints; as one convolution over all their channels they are the same.
 RecurrentLayer kda_layer(const FamilyInput& in, int heads, int head_dim, std::optional<double> lower_bound, const ConfigReader& place,
-                         const char* width_key) {
+                         const char* width_key, float eps) {
   RecurrentSpec spec = delta_spec(in.config, heads, heads, head_dim, head_dim, in.dtype);
   spec.channel_gate = true;
   if (lower_bound) spec.gate = RecurrentGate::sigmoid, spec.gate_min = float(*lower_bound);
-  return {.recurrence = spec, .conv = read_conv(place, {.width = width_key}, 3 * int64_t(heads) * head_dim, in.dtype)};
+  add_conv(spec, RecurrentConv::qkv, read_conv(place, {.width = width_key}));
+  add_outputs(spec, OutputGate::sigmoid, OutputNorm::before_gate, 0, read_norm_eps(in.config, "rms_norm_eps", eps));
+  return {.recurrence = spec, .conv = std::nullopt};
 }
 
 RecurrentLayer read_kda(const FamilyInput& in) {
@@ -123,16 +139,24 @@ RecurrentLayer read_kda(const FamilyInput& in) {
   if (!bound && lists) bound = lists->maybe_negative("gate_lower_bound");
   const bool width_listed = lists && lists->has("short_conv_kernel_size");
   return kda_layer(in, heads, head_dim, bound, width_listed ? *lists : config,
-                   width_listed ? "short_conv_kernel_size" : "linear_conv_kernel_dim");
+                   width_listed ? "short_conv_kernel_size" : "linear_conv_kernel_dim", 1e-5f);
 }
 
-RecurrentLayer lightning_layer(const ConfigReader& config, int heads, int head_dim, float scale, DType dtype) {
+RecurrentLayer lightning_layer(const ConfigReader& config, int heads, int head_dim, float scale, int norm_groups, float eps, DType dtype) {
   RecurrentSpec spec{.num_k_heads = heads, .num_v_heads = heads, .head_dim_k = head_dim, .head_dim_v = head_dim};
   spec.gate = RecurrentGate::fixed;
   spec.scale = scale;
   spec.dtype = dtype, spec.state_dtype = read_state_dtype(config);
+  add_outputs(spec, OutputGate::sigmoid, OutputNorm::before_gate, norm_groups, eps);
   config.note("lightning attention: the slopes depend on the head and on the layer's index among all; the engine gives them as rates");
   return {.recurrence = spec, .conv = std::nullopt};
+}
+
+RecurrentLayer read_bailing_lightning(const FamilyInput& in, int heads, int head_dim) {
+  const int groups = in.config.maybe_integer({"group_norm_size"}, kMaxHeads).value_or(1);
+  check(heads % groups == 0, "model.field.heads.indivisible", "{}: {} heads are not a multiple of {} groups",
+        in.config.path("group_norm_size"), heads, groups);
+  return lightning_layer(in.config, heads, head_dim, 0, groups, read_norm_eps(in.config, "rms_norm_eps", 1e-6f), in.dtype);
 }
 
 RecurrentLayer read_mamba2(const FamilyInput& in, const Mamba2Fields& fields, int hidden) {
@@ -148,8 +172,15 @@ RecurrentLayer read_mamba2(const FamilyInput& in, const Mamba2Fields& fields, in
   spec.scale = 1;
   read_step_limits(config, fields, spec);
   spec.dtype = in.dtype, spec.state_dtype = read_state_dtype(config);
-  const int64_t channels = int64_t(spec.num_v_heads) * spec.head_dim_v + 2 * int64_t(spec.num_k_heads) * spec.head_dim_k;  // x, B and C
-  return {.recurrence = spec, .conv = read_conv(config, fields.conv, channels, in.dtype)};
+  add_conv(spec, RecurrentConv::vkq, read_conv(config, fields.conv));
+  OutputNorm norm = OutputNorm::after_gate;
+  if (fields.optional_norm)
+    norm = !config.flag("mamba_rms_norm", false)         ? OutputNorm::none
+           : config.flag("mamba_norm_before_gate", true) ? OutputNorm::before_gate
+                                                         : OutputNorm::after_gate;
+  add_outputs(spec, OutputGate::silu, norm, spec.num_k_heads,
+              fields.eps == nullptr ? fields.eps_default : read_norm_eps(config, fields.eps, fields.eps_default));
+  return {.recurrence = spec, .conv = std::nullopt};
 }
 
 RecurrentLayer read_mamba1(const FamilyInput& in, const Mamba1Fields& fields, int hidden) {
@@ -168,7 +199,15 @@ RecurrentLayer read_mamba1(const FamilyInput& in, const Mamba1Fields& fields, in
   spec.channel_rates = spec.scaled_values = spec.skip = true;
   spec.scale = 1;
   spec.dtype = in.dtype, spec.state_dtype = read_state_dtype(config);
-  return {.recurrence = spec, .conv = read_conv(config, fields.conv, spec.num_v_heads, in.dtype)};
+  add_outputs(spec, OutputGate::silu, OutputNorm::none, 0, 0);
+  const ConvSettings conv = read_conv(config, fields.conv);
+  return {.recurrence = spec,
+          .conv = ShortConvSpec{.dim = spec.num_v_heads,
+                                .width = conv.width,
+                                .bias = conv.bias,
+                                .dtype = in.dtype,
+                                .form = ShortConvForm::plain,
+                                .activation = ShortConvActivation::silu}};
 }
 
 std::optional<std::vector<Mixer>> read_mixers(const ConfigReader& config, int layers) {

@@ -151,6 +151,15 @@ RecurrentSpec without_conv(const RecurrentSpec& spec) {
   return part;
 }
 
+void add_conv_choices(std::string_view backend, const RecurrentSpec& spec, const DeviceInfo& device, std::vector<KernelChoice>& choices) {
+  const BackendOf<ShortConvFamily>* const conv = find_backend<ShortConvFamily>(backend);
+  if (spec.conv == RecurrentConv::none || conv == nullptr) return;
+  for (KernelChoice& choice : conv->kernel_choices(conv_of(spec), device)) {
+    choice.requests = "convolution";
+    choices.push_back(std::move(choice));
+  }
+}
+
 int64_t conv_row_bytes(const RecurrentSpec& spec, const PlanLimits& limits) {
   return limits.max_num_tokens * spec.conv_channels() * size_of(spec.dtype);
 }

@@ -2,6 +2,8 @@
 // A recurrence with the convolution in front of it (RecurrentSpec::conv): a plan of each, of the backends of one name, for the same batch.
 // What is convolved lies in the plan's scratch.
 #include <memory>
+#include <string_view>
+#include <vector>
 
 #include "imbrex/recurrent.h"
 #include "imbrex/short_conv.h"
@@ -10,6 +12,9 @@ namespace imbrex {
 
 ShortConvSpec conv_of(const RecurrentSpec&);
 RecurrentSpec without_conv(const RecurrentSpec&);
+
+// The kernels of the convolution in front, of the backend of this name, behind those of the recurrence; none where there is no convolution.
+void add_conv_choices(std::string_view backend, const RecurrentSpec&, const DeviceInfo&, std::vector<KernelChoice>&);
 
 int64_t conv_row_bytes(const RecurrentSpec&, const PlanLimits&);  // of what is convolved of a step
 

@@ -16,17 +16,25 @@ void touch_pages(void* data, int64_t bytes, const ParallelFor& threads) {
   });
 }
 
-StateAllocation make_states(DType dtype, int num_layers, int num_slots, int64_t slot_bytes, const DeviceStream& stream,
+StateAllocation make_states(std::span<const StateAllocation::Part> parts, int num_layers, int num_slots, const DeviceStream& stream,
                             const ParallelFor& threads) {
-  StateAllocation cache(dtype, num_layers, num_slots, slot_bytes / size_of(dtype), stream);
-  if (!stream.asynchronous()) touch_pages(cache.all().data, cache.bytes(), threads);
+  StateAllocation cache(parts, num_layers, num_slots, stream);
+  for (size_t part = 0; !stream.asynchronous() && part < cache.num_parts(); ++part)
+    touch_pages(cache.all(part).data, cache.all(part).num_elements() * size_of(cache.all(part).dtype), threads);
   return cache;
 }
 
 }  // namespace
 
-StateAllocation::StateAllocation(DType dtype, int num_layers, int num_slots, int64_t slot_elements, const DeviceStream& stream)
-    : memory_(stream.tensor(dtype, {num_layers, num_slots, slot_elements})) {}
+StateAllocation::StateAllocation(std::span<const Part> parts, int num_layers, int num_slots, const DeviceStream& stream) {
+  for (const Part& part : parts) memory_.push_back(stream.tensor(part.dtype, {num_layers, num_slots, part.slot_elements}));
+}
+
+int64_t StateAllocation::bytes() const {
+  int64_t sum = 0;
+  for (const DeviceTensor& part : memory_) sum += part.view.num_elements() * size_of(part.view.dtype);
+  return sum;
+}
 
 int64_t bytes_of(const GroupCache& cache) {
   return std::visit([](const auto& allocation) { return allocation.bytes(); }, cache);
@@ -43,7 +51,8 @@ GroupCache make_cache(const AttentionSpec& spec, int num_layers, int num_blocks,
 }
 
 GroupCache make_cache(const ShortConvSpec& spec, int num_layers, int num_slots, const DeviceStream& stream, const ParallelFor& threads) {
-  return make_states(spec.dtype, num_layers, num_slots, spec.state_bytes(), stream, threads);
+  const StateAllocation::Part part{spec.dtype, spec.state_bytes() / size_of(spec.dtype)};
+  return make_states({&part, 1}, num_layers, num_slots, stream, threads);
 }
 
 GroupCache make_cache(const MlaSpec& spec, int num_layers, int num_blocks, const DeviceStream& stream, const ParallelFor& threads) {
@@ -51,7 +60,9 @@ GroupCache make_cache(const MlaSpec& spec, int num_layers, int num_blocks, const
 }
 
 GroupCache make_cache(const RecurrentSpec& spec, int num_layers, int num_slots, const DeviceStream& stream, const ParallelFor& threads) {
-  return make_states(spec.state_dtype, num_layers, num_slots, spec.state_bytes(), stream, threads);
+  std::vector<StateAllocation::Part> parts{{spec.state_dtype, spec.state_bytes() / size_of(spec.state_dtype)}};
+  if (spec.conv != RecurrentConv::none) parts.push_back({spec.dtype, spec.conv_state_rows() * spec.conv_channels()});
+  return make_states(parts, num_layers, num_slots, stream, threads);
 }
 
 }  // namespace imbrex::serve

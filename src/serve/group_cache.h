@@ -1,6 +1,8 @@
 #pragma once
 // The memory of a model's cache groups in a replay: pages for keys and values, or slots for states.
+#include <span>
 #include <variant>
+#include <vector>
 
 #include "imbrex/device_stream.h"
 #include "imbrex/kv_cache.h"
@@ -9,16 +11,22 @@
 
 namespace imbrex::serve {
 
-// States of the layers of a group, on the stream's device; not initialised.
+// States of the layers of a group, on the stream's device; not initialised. A layer has one state in a slot, or two parts of different
+// types: a recurrence, and the convolution in front of it.
 class StateAllocation {
  public:
-  StateAllocation(DType, int num_layers, int num_slots, int64_t slot_elements, const DeviceStream&);
-  TensorView layer(int i) const { return memory_.view.select(0, i); }  // [num_slots, slot_elements]
-  const TensorView& all() const { return memory_.view; }               // [num_layers, num_slots, slot_elements]
-  int64_t bytes() const { return memory_.view.num_elements() * size_of(memory_.view.dtype); }
+  struct Part {
+    DType dtype;
+    int64_t slot_elements;
+  };
+  StateAllocation(std::span<const Part>, int num_layers, int num_slots, const DeviceStream&);
+  size_t num_parts() const { return memory_.size(); }
+  TensorView layer(int i, size_t part = 0) const { return all(part).select(0, i); }  // [num_slots, slot_elements]
+  const TensorView& all(size_t part) const { return memory_[part].view; }            // [num_layers, num_slots, slot_elements]
+  int64_t bytes() const;
 
  private:
-  DeviceTensor memory_;
+  std::vector<DeviceTensor> memory_;  // of each part
 };
 
 using GroupCache = std::variant<KvAllocation, StateAllocation>;

@@ -24,12 +24,12 @@ struct InputPart {
   Side side = Side::q;
   int heads = 0, dim = 0;
 };
-constexpr size_t kMostParts = 5;
+constexpr size_t kMostInputs = 6;
 
 // The tensors of one layer in one step.
 struct StepTensors {
-  std::array<TensorView, kMostParts> in;  // the parts, in their order
-  TensorView out;                         // bf16 [tokens * out_rows, out_length]
+  std::array<TensorView, kMostInputs> in;  // the parts, in their order
+  TensorView out;                          // bf16 [tokens * out_rows, out_length]
 };
 
 // What the kinds of a model are made from.
@@ -64,8 +64,9 @@ class LayerKind {
   virtual void run(size_t layer, const StepTensors&) const = 0;
 
   virtual VerifyTarget target(size_t layer, int out_row) const = 0;
-  // What that target computes again of the state in a slot, contiguous; empty where it checks none.
-  virtual TensorView state_of(size_t /*layer*/, int /*out_row*/, int /*slot*/) const { return {}; }
+  // What that target computes again of the state in a slot, in contiguous parts; none where it checks none.
+  // `row`: behind which draft of the step, counted from 1; 0: in front of the first.
+  virtual std::vector<TensorView> states_of(size_t /*layer*/, int /*out_row*/, int /*slot*/, int /*row*/) const { return {}; }
   ReplayKind report() const;  // what runs and why, with the plan of the last step
 
  protected:

@@ -8,6 +8,7 @@
 #include "conformance/recurrent/judge.h"
 #include "core/check.h"
 #include "imbrex/model.h"
+#include "recurrent/conv_plan.h"
 #include "serve/hash.h"
 
 namespace imbrex::serve {
@@ -21,6 +22,14 @@ constexpr RecurrentLayerName kRecurrentLayerNames[] = {
     {"minimax-01", "minimax-01"},           {"nemotron-3-nano", "nemotron-3-nano-30b-a3b"}, {"granite-4-h-small", "granite-4-h-small"},
     {"falcon-mamba-7b", "falcon-mamba-7b"},
 };
+
+// Without what is in front of it and behind it.
+RecurrentSpec recurrence_of(const RecurrentSpec& spec) {
+  const RecurrentSpec usual;
+  RecurrentSpec part = without_conv(spec);
+  part.out_gate = usual.out_gate, part.out_norm = usual.out_norm, part.norm_groups = usual.norm_groups, part.norm_eps = usual.norm_eps;
+  return part;
+}
 
 // The tensors of one benchmark, on the host and where the device has them.
 class RecurrentProblem {
@@ -211,22 +220,24 @@ RecurrentSpec recurrent_layer_of(std::string_view name) {
   for (const RecurrentLayerName& known : kRecurrentLayerNames) {
     if (known.name != name) continue;
     for (const ModelLayer& layer : load_model(known.preset).layers)
-      if (const auto* const spec = std::get_if<RecurrentSpec>(&layer.spec)) return *spec;
+      if (const auto* const spec = std::get_if<RecurrentSpec>(&layer.spec)) return recurrence_of(*spec);
   }
   fail("bench.layer", "expected a recurrent layer of a model that is known here, got {}", name);
 }
 
 RecurrentWork work_of(const RecurrentSpec& spec, const std::vector<BenchRequest>& requests, DType gates_dtype) {
-  const double state = double(spec.num_v_heads) * spec.head_dim_k * spec.head_dim_v, element = double(size_of(spec.dtype));
+  const double values = double(spec.num_v_heads) * spec.head_dim_v, state = values * spec.head_dim_k, element = double(size_of(spec.dtype));
   const double gates = spec.gate == RecurrentGate::fixed ? 0 : double(spec.num_v_heads) * (spec.channel_gate ? spec.head_dim_k : 1);
-  const double token = element * (2. * spec.num_k_heads * spec.head_dim_k + 2. * spec.num_v_heads * spec.head_dim_v) +
+  const double token = element * (2. * spec.num_k_heads * spec.head_dim_k + values * (spec.out_gate == OutputGate::none ? 2 : 3)) +
                        double(size_of(gates_dtype)) * (gates + (spec.delta ? spec.num_v_heads : 0));
+  const double channels = spec.conv == RecurrentConv::none ? 0 : double(spec.conv_channels());
+  const double kept = channels * (spec.conv_width - 1) * element, conv_flops = channels * (2. * spec.conv_width - (spec.conv_bias ? 0 : 1));
   RecurrentWork work;
   for (const BenchRequest& r : requests) {
     if (r.q_len == 0) continue;
-    work.state_bytes += state * double(size_of(spec.state_dtype)) * (r.seq_len > r.q_len ? 2 : 1);
+    work.state_bytes += (state * double(size_of(spec.state_dtype)) + kept) * (r.seq_len > r.q_len ? 2 : 1);
     work.token_bytes += token * r.q_len;
-    work.flops += state * r.q_len * (spec.delta ? 7 : 5);
+    work.flops += (state * (spec.delta ? 7 : 5) + conv_flops) * r.q_len;
   }
   return work;
 }

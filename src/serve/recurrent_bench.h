@@ -10,16 +10,16 @@
 
 namespace imbrex::serve {
 
-// Layers of published models, whole, as their presets have them: "qwen3-next", "qwen3.5-397b", "kimi-linear", "minimax-01",
-// "nemotron-3-nano", "granite-4-h-small", "falcon-mamba-7b". Error bench.layer for other names.
+// The recurrences of published models' layers, of all heads and without convolution, norm and gate: "qwen3-next", "qwen3.5-397b",
+// "kimi-linear", "minimax-01", "nemotron-3-nano", "granite-4-h-small", "falcon-mamba-7b". Error bench.layer for other names.
 const std::vector<std::string>& recurrent_layer_names();
 RecurrentSpec recurrent_layer_of(std::string_view name);
 
 // The useful work of a batch, which does not depend on the backend.
 struct RecurrentWork {
-  double state_bytes = 0;  // states read, of requests that have a past, and written
+  double state_bytes = 0;  // states read, of requests that have a past, and written; those of a convolution in front too
   double token_bytes = 0;  // all other tensors
-  double flops = 0;        // of the recurrence token by token: 5 for each number of a state, 7 with the delta rule
+  double flops = 0;        // of the recurrence token by token: 5 for each number of a state, 7 with the delta rule; and of the convolution
 };
 RecurrentWork work_of(const RecurrentSpec&, const std::vector<BenchRequest>&, DType gates = DType::f32);  // gates: of gate and beta
 

@@ -21,7 +21,7 @@ namespace imbrex::serve {
 
 namespace {
 
-constexpr uint64_t kSampleTag = 0x73616d70;
+constexpr uint64_t kSampleTag = 0x73616d70, kDraftTag = 0x64726166;
 
 class Replay {
  public:
@@ -41,7 +41,7 @@ class Replay {
     if (!note.empty()) result_.notes.push_back(note);
     if (!on_cpu) result_.notes.push_back("times of the device are its own clock's; KV writes are counted as attention");
     result_.model_layers = model.num_layers;
-    if (options.verify_fraction > 0) {
+    if (options.verify_fraction > 0 || options.verify_last > 0) {
       for (const ModelSpec::Kind& kind : model_.kinds()) Verifier::check_spec(kind.spec);
       verifier_ = std::make_unique<Verifier>(synthetic_, options.seed, trace.prefix_block, options.kv_dtype, parallel_);
     }
@@ -56,11 +56,19 @@ class Replay {
   ReplayResult run();
 
  private:
+  struct Row {
+    int request, position, token;
+    int slot;             // of the request's state, where it is the one behind this token; -1: it is behind later ones, or there is none
+    int row = 0;          // of the slot: 0, and behind a draft its number
+    int parent = 0;       // of a draft, the token of the step that it follows
+    bool is_kept = true;  // a token of the request; false: a draft that does not become one
+  };
   static int longest(const Trace& trace) { return int(std::max<int64_t>(longest_request(trace), 2)); }
   void list_groups();
   void make_scheduler();
   void run_step(double schedule_s);
   void prepare_rows();
+  std::vector<uint64_t> keys_of_path(Row) const;
   void count(ReplayWork& sort);
   void check_layers(int first, int end);
   bool report_progress(double wall_s);
@@ -80,12 +88,8 @@ class Replay {
   std::unique_ptr<Verifier> verifier_;
   StepPlan plan_;
   std::vector<uint64_t> keys_;  // token_key of every token of the step
-  struct Row {
-    int request, position, token;
-    int slot;  // of the request's state, which is the one behind this token; -1: the step has later ones, or there is no state
-  };
-  std::vector<Row> tokens_;   // of the step
-  std::vector<Row> outputs_;  // those that an output token is made from
+  std::vector<Row> tokens_;     // of the step
+  std::vector<Row> outputs_;    // those that an output token is made from
   std::vector<WantedRow> wanted_;
   std::vector<VerifySample> samples_;
   std::vector<uint64_t> digests_, decode_digests_;  // per worker
@@ -128,6 +132,7 @@ void Replay::make_scheduler() {
   if (options_.prefix_sharing && !o.prefix_sharing)
     result_.notes.push_back("no state is kept behind a prefix: the trace does not say which prompts begin alike");
   if (sizes_.num_slots > 0) o.state_unit = std::lcm(options_.block_size, runner_->step_tokens());
+  o.drafts = options_.drafts;
   o.seed = options_.seed;
   scheduler_ = std::make_unique<Scheduler>(model_, std::move(o));
   const double begin = trace_.requests.empty() ? 0 : trace_.requests.front().arrival_s;
@@ -151,13 +156,35 @@ void Replay::prepare_rows() {
   tokens_.clear(), keys_.clear(), outputs_.clear();
   for (int r = 0; r < plan_.num_reqs(); ++r) {
     const int id = plan_.request_ids[size_t(r)];
-    for (int p = plan_.first_positions[size_t(r)]; p < plan_.seq_lens[size_t(r)]; ++p) {
-      keys_.push_back(token_key(token_id(options_.seed, trace_.requests[size_t(id)], trace_.prefix_block, id, p), p));
-      const bool is_last = p + 1 == plan_.seq_lens[size_t(r)];
-      tokens_.push_back({id, p, int(tokens_.size()), is_last && sizes_.num_slots > 0 ? plan_.state_slots[size_t(r)] : -1});
+    const auto own_key = [&](int p) {
+      return token_key(token_id(options_.seed, trace_.requests[size_t(id)], trace_.prefix_block, id, p), p);
+    };
+    const int slot = sizes_.num_slots > 0 ? plan_.state_slots[size_t(r)] : -1;
+    const int first = plan_.first_positions[size_t(r)], end = first + plan_.certain_tokens(r);
+    for (int p = first; p < end; ++p) {
+      keys_.push_back(own_key(p));
+      tokens_.push_back({id, p, int(tokens_.size()), p + 1 == end ? slot : -1});
     }
     if (plan_.makes_token[size_t(r)]) outputs_.push_back(tokens_.back());
+    if (plan_.drafts.empty()) continue;
+    const Drafts& drafts = plan_.drafts[size_t(r)];
+    const int certain = int(tokens_.size()) - 1;
+    for (int i = 0; i < drafts.count(); ++i) {
+      const bool is_kept = std::ranges::find(drafts.kept, i) != drafts.kept.end();
+      const int p = end - 1 + drafts.depths[size_t(i)];
+      keys_.push_back(is_kept ? own_key(p) : hash_numbers(options_.seed, kDraftTag, uint64_t(id), uint64_t(end), uint64_t(i)));
+      tokens_.push_back({id, p, int(tokens_.size()), slot, i + 1, certain + 1 + drafts.parents[size_t(i)], is_kept});
+      if (is_kept) outputs_.push_back(tokens_.back());
+    }
   }
+}
+
+// The keys of the drafts on the path to one, its own last.
+std::vector<uint64_t> Replay::keys_of_path(Row row) const {
+  std::vector<uint64_t> keys;
+  for (; row.row > 0; row = tokens_[size_t(row.parent)]) keys.push_back(keys_[size_t(row.token)]);
+  std::ranges::reverse(keys);
+  return keys;
 }
 
 // The books of a step that has run.
@@ -202,18 +229,23 @@ void Replay::check_layers(int first, int end) {
     }
     if (!verifier_) continue;
     for (const Row& row : tokens_) {
-      const uint64_t h = hash_numbers(options_.seed, kSampleTag, uint64_t(row.request), uint64_t(row.position), uint64_t(layer));
-      if (double(h >> 11) * 0x1p-53 >= options_.verify_fraction) continue;
+      const uint64_t h = hash_numbers(options_.seed, kSampleTag, uint64_t(row.request), uint64_t(row.position), uint64_t(layer),
+                                      uint64_t(row.is_kept ? 0 : row.row));
+      const TraceRequest& of = trace_.requests[size_t(row.request)];
+      const bool is_last =
+          row.is_kept && row.position + 2 == of.input_length + of.output_length;  // nothing is computed from the last output token
+      if (double(h >> 11) * 0x1p-53 >= std::max(options_.verify_fraction, is_last ? options_.verify_last : 0)) continue;
       const int out_row = int(mix_bits(h) % uint64_t(out_rows));
       sampled.push_back(wanted_.size());
       wanted_.push_back({layer, row.token, out_row});
       samples_.push_back({.request = row.request,
-                          .trace = &trace_.requests[size_t(row.request)],
+                          .trace = &of,
                           .position = row.position,
+                          .drafts = keys_of_path(row),
                           .layer = layer,
                           .name = model_.layers[size_t(layer)].name,
                           .target = runner_->target(layer, out_row),
-                          .state = row.slot < 0 ? std::vector<char>() : runner_->fetch_state(layer, out_row, row.slot)});
+                          .state = row.slot < 0 ? std::vector<char>() : runner_->fetch_state(layer, out_row, row.slot, row.row)});
     }
   }
   if (wanted_.empty()) return;
@@ -270,7 +302,7 @@ void Replay::run_step(double schedule_s) {
     check_layers(first, end);
     result_.times.verify_s += timer.lap();
   }
-  count(plan_.num_tokens() == plan_.num_reqs() ? result_.decode_steps : result_.prefill_steps);
+  count(plan_.decodes_only() ? result_.decode_steps : result_.prefill_steps);
 
   ReplayPoint point;
   point.steps = 1;

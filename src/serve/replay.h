@@ -8,6 +8,7 @@
 
 #include "imbrex/model.h"
 #include "imbrex/select.h"
+#include "serve/drafts.h"
 #include "serve/percentiles.h"
 #include "serve/trace.h"
 
@@ -30,12 +31,14 @@ struct ReplayProgress {
 };
 
 struct ReplayOptions {
-  int num_layers = 0;  // the model's first layers, as it counts them; 0: all
+  int num_layers = 0;      // the model's first layers, as it counts them; 0: all
+  int layers_of_kind = 0;  // of these, the first so many of each kind; 0: all
   uint64_t seed = 1;
   int max_num_batched_tokens = 2048;
   int max_num_seqs = 128;
   bool prefix_sharing = true;  // of models that keep states where the trace has prefixes
   Pacing pacing = Pacing::arrival;
+  DraftOptions drafts;      // speculative decoding; trees only where no layer has pages: their masks are not made
   double rate_scale = 1.0;  // with Pacing::arrival: 2 means that requests come twice as fast
   double fixed_step_s = 0;  // > 0: every step takes this long on the replay's clock (for repeatable schedules); 0: measured
 
@@ -53,6 +56,7 @@ struct ReplayOptions {
   bool validate = true;  // PlanOptions::validate
 
   double verify_fraction = 0;   // of (computed token, layer) pairs; in each, one kv head with its q heads is recomputed, or all channels
+  double verify_last = 0;       // likewise, of (request, layer) pairs: the last output of the request, with its final state
   double time_limit_s = 0;      // wall time after which the replay stops between two steps; 0: none
   int max_series_points = 512;  // steps are merged until the time series has no more points than this
   double progress_interval_s = 0.2;
@@ -141,16 +145,17 @@ struct ReplayResult {
   std::string stopped;    // why not: "time limit", "cancelled"
   int64_t requests = 0, finished_requests = 0, skipped_requests = 0;
   int64_t steps = 0, preemptions = 0;
-  int64_t prompt_tokens = 0;      // of admitted requests
-  int64_t prefix_hit_tokens = 0;  // of those, found in the cache at first admission
-  int64_t prefill_tokens = 0;     // computed in chunks, recomputation included
-  int64_t decode_tokens = 0;      // computed one a step
-  int64_t recomputed_tokens = 0;  // computed again after a preemption
-  int64_t output_tokens = 0;      // made
-  int64_t kept_states = 0;        // copies that were made of states behind prefixes
-  double wall_s = 0;              // of the whole replay
-  double clock_s = 0;             // the replay's clock at the end; idle time included
-  double idle_s = 0;              // clock time without anything to do
+  int64_t prompt_tokens = 0;            // of admitted requests
+  int64_t prefix_hit_tokens = 0;        // of those, found in the cache at first admission
+  int64_t prefill_tokens = 0;           // computed in chunks, recomputation included
+  int64_t decode_tokens = 0;            // computed one a step
+  int64_t recomputed_tokens = 0;        // computed again after a preemption
+  int64_t output_tokens = 0;            // made
+  int64_t kept_states = 0;              // behind prefixes, for requests that begin alike
+  int64_t drafts = 0, kept_drafts = 0;  // made, and kept as tokens
+  double wall_s = 0;                    // of the whole replay
+  double clock_s = 0;                   // the replay's clock at the end; idle time included
+  double idle_s = 0;                    // clock time without anything to do
   ReplayTimes times;
   double prefix_hit_rate() const { return prompt_tokens > 0 ? double(prefix_hit_tokens) / double(prompt_tokens) : 0; }
   double busy_s() const { return clock_s - idle_s; }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "attention/mask.h"
 #include "serve/hash.h"
@@ -62,7 +63,9 @@ LayerWork layer_work(const RecurrentSpec& spec, const StepPlan& plan) {
   for (int r = 0; r < plan.num_reqs(); ++r)
     requests.push_back({.q_len = plan.seq_lens[size_t(r)] - plan.first_positions[size_t(r)], .seq_len = plan.seq_lens[size_t(r)]});
   const RecurrentWork work = work_of(spec, requests, spec.dtype);
-  return {.flops = work.flops, .bytes = work.state_bytes + work.token_bytes, .kv_written_bytes = 0};
+  const int64_t row_bytes = spec.state_bytes() / spec.state_rows();  // written behind each draft
+  const auto drafts = std::accumulate(plan.num_drafts.begin(), plan.num_drafts.end(), int64_t(0));
+  return {.flops = work.flops, .bytes = work.state_bytes + work.token_bytes + double(drafts * row_bytes), .kv_written_bytes = 0};
 }
 
 HeldBytes held_bytes(const ModelSpec& model, const Scheduler& scheduler, const StepPlan& plan, int block_size) {
@@ -151,6 +154,7 @@ void add_counts(const SchedulerStats& s, ReplayResult& r) {
   r.recomputed_tokens = s.recomputed_tokens;
   r.output_tokens = s.output_tokens;
   r.kept_states = s.kept_states;
+  r.drafts = s.drafts, r.kept_drafts = s.kept_drafts;
 }
 
 void add_latencies(std::span<const RequestRecord> finished, ReplayResult& r) {

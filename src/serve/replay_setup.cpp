@@ -64,10 +64,16 @@ const char* to_string(Pacing pacing) {
 
 void check_options(const ReplayOptions& o) {
   check(o.num_layers >= 0, "replay.num_layers", "num_layers must be >= 0, is {}", o.num_layers);
+  check(o.layers_of_kind >= 0, "replay.num_layers", "layers_of_kind must be >= 0, is {}", o.layers_of_kind);
   check(o.max_num_batched_tokens >= 1 && o.max_num_batched_tokens <= 1 << 20, "replay.max_num_batched_tokens",
         "max_num_batched_tokens must be in [1, {}], is {}", 1 << 20, o.max_num_batched_tokens);
   check(o.max_num_seqs >= 1 && o.max_num_seqs <= 1 << 16, "replay.max_num_seqs", "max_num_seqs must be in [1, {}], is {}", 1 << 16,
         o.max_num_seqs);
+  check(o.drafts.tokens >= 0 && o.drafts.tokens <= kMostDrafts, "replay.drafts", "drafts.tokens must be in [0, {}], is {}", kMostDrafts,
+        o.drafts.tokens);
+  check(o.drafts.acceptance >= 0 && o.drafts.acceptance <= 1, "replay.drafts", "drafts.acceptance must be in [0, 1], is {}",
+        o.drafts.acceptance);
+  check(!o.drafts.tree || o.drafts.tokens > 0, "replay.drafts", "expected drafts for trees of them, got {}", o.drafts.tokens);
   check(std::isfinite(o.rate_scale) && o.rate_scale > 0, "replay.rate_scale", "rate_scale must be positive, is {}", o.rate_scale);
   check(std::isfinite(o.fixed_step_s) && o.fixed_step_s >= 0, "replay.fixed_step_s", "fixed_step_s must be >= 0, is {}", o.fixed_step_s);
   check(o.kv_bytes >= 0, "replay.kv_bytes", "kv_bytes must be >= 0, is {}", o.kv_bytes);
@@ -81,6 +87,7 @@ void check_options(const ReplayOptions& o) {
   check(o.num_threads >= 0, "replay.num_threads", "num_threads must be >= 0, is {}", o.num_threads);
   check(o.verify_fraction >= 0 && o.verify_fraction <= 1, "replay.verify_fraction", "verify_fraction must be in [0, 1], is {}",
         o.verify_fraction);
+  check(o.verify_last >= 0 && o.verify_last <= 1, "replay.verify_fraction", "verify_last must be in [0, 1], is {}", o.verify_last);
   check(std::isfinite(o.time_limit_s) && o.time_limit_s >= 0, "replay.time_limit_s", "time_limit_s must be >= 0, is {}", o.time_limit_s);
   check(o.max_series_points >= 2, "replay.max_series_points", "max_series_points must be >= 2, is {}", o.max_series_points);
 }
@@ -105,6 +112,27 @@ ModelSpec deploy_model(const ModelSpec& model, const ReplayOptions& options, con
     part.num_layers = options.num_layers;
     check(!part.layers.empty(), "replay.num_layers.model", "the first {} layers of {} have neither a cache nor a state", part.num_layers,
           model.name);
+  }
+  if (options.layers_of_kind > 0) {
+    std::vector<int> kept;
+    for (const ModelSpec::Kind& kind : part.kinds())
+      kept.insert(kept.end(), kind.layers.begin(),
+                  kind.layers.begin() + std::min<int64_t>(options.layers_of_kind, std::ssize(kind.layers)));
+    std::ranges::sort(kept);
+    std::vector<ModelLayer> layers;
+    layers.reserve(kept.size());
+    for (const int i : kept) layers.push_back(part.layers[size_t(i)]);
+    part.num_layers = int(part.numbers_of(kept).size());
+    part.layers = std::move(layers);
+  }
+
+  for (ModelLayer& layer : part.layers) {
+    const bool pages = paged_attention(layer.spec).has_value();
+    check(!pages || !options.drafts.tree, "replay.drafts.tree", "{}: expected layers with states alone for trees of drafts, {} has pages",
+          part.name, layer.name);
+    const auto set = [&](auto& spec) { spec.num_drafts = options.drafts.tokens, spec.tree_drafts = options.drafts.tree; };
+    if (auto* const recurrent = std::get_if<RecurrentSpec>(&layer.spec)) set(*recurrent);
+    if (auto* const conv = std::get_if<ShortConvSpec>(&layer.spec)) set(*conv);
   }
 
   const auto attends = [](const ModelLayer& layer) { return std::holds_alternative<AttentionSpec>(layer.spec); };

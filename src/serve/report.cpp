@@ -95,6 +95,7 @@ ordered_json to_json(const ReplayResult& r, const ReportContext& context) {
   j["tokens"] = {{"prompt", r.prompt_tokens}, {"prefix_hit", r.prefix_hit_tokens}, {"prefill", r.prefill_tokens},
                  {"decode", r.decode_tokens}, {"recomputed", r.recomputed_tokens}, {"output", r.output_tokens}};
   j["kept_states"] = r.kept_states;
+  j["drafts"] = {{"made", r.drafts}, {"kept", r.kept_drafts}};
   j["steps"] = r.steps;
   j["prefix_hit_rate"] = r.prefix_hit_rate();
   j["wall_s"] = r.wall_s;
@@ -212,6 +213,9 @@ std::string report_text(const ReplayResult& r, const ReportContext& context) {
                 {"prompt tokens found in the cache", percent(r.prefix_hit_rate())},
                 {"preemptions", fmt::format("{}", r.preemptions)},
                 {"recomputed tokens", format_count(double(r.recomputed_tokens))}};
+  if (r.drafts > 0)
+    table.rows.push_back(
+        {"drafts that were kept", fmt::format("{} of {}", format_count(double(r.kept_drafts)), format_count(double(r.drafts)))});
   if (r.skipped_requests > 0) table.rows.push_back({"requests skipped (too long)", fmt::format("{}", r.skipped_requests)});
   out += "\n" + table.text();
 

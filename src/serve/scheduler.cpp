@@ -7,11 +7,14 @@
 
 #include "core/check.h"
 #include "model/groups.h"
+#include "serve/hash.h"
 #include "serve/scheduler_request.h"
 
 namespace imbrex::serve {
 
 namespace {
+
+constexpr uint64_t kChoiceTag = 0x6472616674;
 
 std::atomic<uint64_t> next_identity{1};
 
@@ -45,6 +48,8 @@ Scheduler::Scheduler(const ModelSpec& model, SchedulerOptions options) : options
     imbrex::check(!options_.prefix_sharing || (options_.state_unit >= block_size_ && options_.state_unit % block_size_ == 0),
                   "scheduler.state_unit", "state_unit must be a multiple of block_size {}, is {}", block_size_, options_.state_unit);
   }
+  imbrex::check(!options_.drafts.tree || groups_.empty(), "scheduler.drafts.tree",
+                "trees of drafts need a model whose layers all keep states, {} has pages", model.name);
   pools_.assign(model.cache_groups.size(), slots_.get());
   for (const Group& group : groups_) pools_[size_t(group.index)] = &group.pool;
 }
@@ -98,6 +103,16 @@ void Scheduler::add(const TraceRequest& request, int id, double arrival_s) {
 std::optional<double> Scheduler::next_arrival() const {
   if (future_.empty()) return std::nullopt;
   return future_.front()->record.arrival_s;
+}
+
+// Drafts behind the one token that a request has left to compute. What they stand for are tokens that it makes, but for its last one, from
+// which nothing is computed.
+void Scheduler::add_drafts(Request& r, int budget) const {
+  r.drafts = {};
+  const int count = std::min(options_.drafts.tokens, budget), depth = r.trace->output_length - r.generated - 1;
+  if (r.remaining() != 1 || count <= 0 || depth <= 0) return;
+  r.drafts =
+      make_drafts(options_.drafts, count, depth, hash_numbers(options_.seed, kChoiceTag, uint64_t(r.record.id), uint64_t(r.computed)));
 }
 
 // Blocks for the next `tokens`, in every group or in none. Gives back blocks that no later query of the request sees.
@@ -184,15 +199,16 @@ void Scheduler::release_cache(Request& r) {
     table.blocks.clear();
     table.first_held = table.published = 0;
   }
-  if (slots_) slots_->release(r.slot);
-  r.slot.clear();
+  if (slots_) slots_->release(r.slot), slots_->release(r.source);
+  r.slot.clear(), r.source.clear();
 }
 
 void Scheduler::preempt_newest() {
   Request& r = *newest();
   release_cache(r);
   r.computed = 0;
-  r.scheduled = 0;
+  r.scheduled = r.accepted = 0;
+  r.drafts = {};
   r.stamp = -1;
   ++r.record.preemptions;
   ++stats_.preemptions;
@@ -214,7 +230,9 @@ bool Scheduler::step(double now, StepPlan& out) {
       Request& r = *running_[i];
       if (r.scheduled > 0 || (r.remaining() == 1) != decode) continue;
       const int tokens = next_tokens(r, budget);
-      bool room = reserve(r, tokens);
+      add_drafts(r, budget - tokens);
+      bool room = reserve(r, tokens + r.drafts.count());
+      if (!room && r.drafts.count() > 0) r.drafts = {}, room = reserve(r, tokens);
       while (!room) {
         budget += newest()->scheduled;
         const bool itself = newest() == &r;
@@ -224,8 +242,8 @@ bool Scheduler::step(double now, StepPlan& out) {
         room = reserve(r, tokens);
       }
       if (!room) break;
-      r.scheduled = tokens;
-      budget -= tokens;
+      r.scheduled = tokens + r.drafts.count();
+      budget -= r.scheduled;
     }
   }
   while (!preempted && !waiting_.empty() && int(running_.size()) < options_.max_num_seqs && budget > 0) {
@@ -256,10 +274,11 @@ void Scheduler::write_plan(StepPlan& out) {
       group.block_table.assign(max_seqs * size_t(out.stride), 0);
     }
   }
-  out.state_copies = std::move(copies_);
-  copies_.clear();
   out.query_start_loc.assign(1, 0);
-  for (auto* array : {&out.seq_lens, &out.request_ids, &out.first_positions, &out.fresh_from, &out.state_slots}) array->clear();
+  for (auto* array : {&out.seq_lens, &out.request_ids, &out.first_positions, &out.fresh_from, &out.state_slots, &out.source_slots,
+                      &out.num_drafts, &out.accepted_drafts, &out.draft_parents})
+    array->clear();
+  out.drafts.clear();
   out.makes_token.clear();
   for (StepPlan::Group& group : out.groups) group.slot_mapping.clear();
 
@@ -274,8 +293,17 @@ void Scheduler::write_plan(StepPlan& out) {
       out.request_ids.push_back(r.record.id);
       out.first_positions.push_back(r.computed);
       out.fresh_from.push_back(r.ever_computed);
-      out.makes_token.push_back(end == r.num_tokens());
+      out.makes_token.push_back(end - r.drafts.count() == r.num_tokens());
+      const std::vector<int32_t>& source = r.source.empty() ? r.slot : r.source;
       out.state_slots.insert(out.state_slots.end(), r.slot.begin(), r.slot.end());
+      out.source_slots.insert(out.source_slots.end(), source.begin(), source.end());
+      if (options_.drafts.tokens > 0) {
+        const int certain = r.scheduled - r.drafts.count();
+        out.drafts.push_back(r.drafts);
+        out.num_drafts.push_back(r.drafts.count()), out.accepted_drafts.push_back(r.accepted);
+        for (int t = 0; options_.drafts.tree && t < r.scheduled; ++t)
+          out.draft_parents.push_back(t < certain ? t - 1 : r.drafts.parents[size_t(t - certain)] + certain);
+      }
       for (size_t g = 0; g < groups_.size(); ++g) {
         StepPlan::Group& group = out.groups[size_t(groups_[g].index)];
         const std::vector<int32_t>& blocks = r.tables[g].blocks;
@@ -293,20 +321,25 @@ void Scheduler::write_plan(StepPlan& out) {
 void Scheduler::finish_step(double now) {
   imbrex::check(in_step_, "scheduler.step.order", "finish_step needs a step under way");
   in_step_ = false;
-  if (!sources_.empty()) slots_->release(sources_);
-  sources_.clear();
   for (auto& request : running_) {
     Request& r = *request;
     if (r.scheduled == 0) continue;
-    (r.remaining() == 1 ? stats_.decode_tokens : stats_.prefill_tokens) += r.scheduled;
-    stats_.recomputed_tokens += std::clamp(r.ever_computed - r.computed, 0, r.scheduled);
-    r.computed += r.scheduled;
-    r.scheduled = 0;
+    const int kept = int(r.drafts.kept.size()), tokens = r.scheduled - r.drafts.count() + kept;
+    (r.remaining() == 1 ? stats_.decode_tokens : stats_.prefill_tokens) += tokens;
+    stats_.recomputed_tokens += std::clamp(r.ever_computed - r.computed, 0, tokens);
+    stats_.drafts += r.drafts.count(), stats_.kept_drafts += kept, stats_.output_tokens += kept;
+    if (r.generated == 0 && r.computed + tokens >= r.num_tokens()) r.record.first_token_s = now;
+    r.computed += tokens;
+    r.generated += kept;
+    r.accepted = r.drafts.last_kept();
+    r.scheduled = 0, r.drafts = {};
     r.ever_computed = std::max(r.ever_computed, r.computed);
+    if (slots_) slots_->release(r.source);
+    r.source.clear();
     publish_blocks(r);
     keep_state(r);
     if (r.remaining() > 0) continue;
-    if (++r.generated == 1) r.record.first_token_s = now;
+    ++r.generated;
     ++stats_.output_tokens;
     if (r.generated < r.trace->output_length) continue;
     r.record.last_token_s = now;
@@ -324,26 +357,27 @@ void Scheduler::check() const {
     refs.emplace_back(size_t(group.pool.num_blocks()), 0);
   }
   if (slots_) slots_->check();
-  std::vector<int> owners(slots_ ? size_t(slots_->num_blocks()) : 0, 0);
+  std::vector<int> owners(slots_ ? size_t(slots_->num_blocks()) : 0, 0), readers = owners;
   int64_t stamp = -1;
   for (const auto& r : running_) {
     imbrex::check(r->slot.size() == (slots_ ? 1u : 0u), "scheduler.invariant", "request {} must have {} state slots, has {}", r->record.id,
                   slots_ ? 1 : 0, r->slot.size());
     for (const int32_t slot : r->slot) ++owners[size_t(slot)];
+    for (const int32_t slot : r->source) ++readers[size_t(slot)];
     imbrex::check(r->stamp > stamp, "scheduler.invariant", "admissions must be in order: expected more than {}, is {}", stamp, r->stamp);
     stamp = r->stamp;
     for (size_t g = 0; g < groups_.size(); ++g) {
       const Request::Table& table = r->tables[g];
       const int expected = blocks_of(int64_t(r->computed) + r->scheduled, block_size_);
-      imbrex::check(int(table.blocks.size()) == expected, "scheduler.invariant", "request {} must have {} blocks, has {}", r->record.id,
-                    expected, table.blocks.size());
+      const int most = expected + blocks_of(options_.drafts.tokens, block_size_);  // those of drafts that were not kept stay
+      imbrex::check(int(table.blocks.size()) >= expected && int(table.blocks.size()) <= most, "scheduler.invariant",
+                    "request {} must have {} to {} blocks, has {}", r->record.id, expected, most, table.blocks.size());
       for (size_t j = size_t(table.first_held); j < table.blocks.size(); ++j) ++refs[g][size_t(table.blocks[j])];
     }
   }
   for (size_t s = 0; s < owners.size(); ++s) {
-    const auto copied = std::count(sources_.begin(), sources_.end(), int32_t(s));  // from it, in the step under way
-    imbrex::check(slots_->ref_count(int32_t(s)) == owners[s] + copied && owners[s] + (copied > 0) <= 1, "scheduler.invariant",
-                  "state slot {} must have {} references, of one owner at most, has {}", s, owners[s] + copied,
+    imbrex::check(slots_->ref_count(int32_t(s)) == owners[s] + readers[s] && owners[s] + (readers[s] > 0) <= 1, "scheduler.invariant",
+                  "state slot {} must have {} references, of one owner or of requests that read it, has {}", s, owners[s] + readers[s],
                   slots_->ref_count(int32_t(s)));
   }
   for (size_t g = 0; g < groups_.size(); ++g) {

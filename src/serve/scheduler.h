@@ -1,8 +1,9 @@
 #pragma once
 // Continuous batching over paged KV caches and slots of states: which tokens of which requests are computed in the next step, and where
 // their keys and states are. A request takes one slot, for all groups of states, when it is admitted, and gives it back when it finishes or
-// is preempted. A state exists at a request's last token only: a later request may begin from it where a copy was kept, in a slot of its
-// own under the hash of the block that ends there. Kept are states at the last multiple of state_unit in front of a prompt's last token,
+// is preempted. A state exists at a request's last token only: a later request may begin from it where it was kept, under the hash of the
+// block that ends there. Then the slot is kept as it is, and the request goes on in another one; nothing is copied, since a step may read a
+// state from another slot than it writes. Kept are states at the last multiple of state_unit in front of a prompt's last token,
 // and where a prompt was seen to part from earlier ones, whose pages are cached further than a state is; a step ends there. Used by the
 // replay. Like vLLM V1: running requests first, then waiting ones, prompts in chunks, preemption by recomputation.
 #include <cstdint>
@@ -28,7 +29,8 @@ struct SchedulerOptions {
   int num_slots = 0;            // of states, for models that keep some
   int prefix_block = 0;         // Trace::prefix_block
   bool prefix_sharing = true;
-  int state_unit = 0;  // states of prefixes are kept at multiples of so many tokens, a multiple of block_size; with prefix_sharing
+  int state_unit = 0;   // states of prefixes are kept at multiples of so many tokens, a multiple of block_size; with prefix_sharing
+  DraftOptions drafts;  // of requests that make tokens; trees need a model whose layers all keep states
   uint64_t seed = 1;
 };
 
@@ -48,7 +50,8 @@ struct SchedulerStats {
   int64_t recomputed_tokens = 0;                     // computed again after a preemption
   int64_t resumed_hit_tokens = 0;                    // found in the cache after a preemption, so not computed again
   int64_t output_tokens = 0;
-  int64_t kept_states = 0;  // copies of states that later requests may begin from
+  int64_t drafts = 0, kept_drafts = 0;  // made, and of these those that became tokens: of decode_tokens
+  int64_t kept_states = 0;              // that later requests may begin from
 };
 
 class Scheduler {
@@ -87,12 +90,13 @@ class Scheduler {
   void take_slot(Request&, int hit);
   int last_kept(const Request&) const;
   int next_tokens(const Request&, int budget) const;
+  void add_drafts(Request&, int budget) const;
   bool reserve(Request&, int tokens);
   bool admit(Request&, int budget);
   void preempt_newest();
   void release_cache(Request&);
   void publish_blocks(Request&);
-  void keep_state(const Request&);
+  void keep_state(Request&);
   void write_plan(StepPlan&);
 
   SchedulerOptions options_;
@@ -104,8 +108,6 @@ class Scheduler {
   std::vector<Group> groups_;                              // of pages
   std::vector<const BlockPool*> pools_;                    // by the model's cache groups
   std::unique_ptr<BlockPool> slots_;                       // null: the model keeps no states
-  std::vector<StateCopy> copies_;                          // of the next step
-  std::vector<int32_t> sources_;                           // slots that the step under way copies states of prefixes from
   std::deque<std::unique_ptr<Request>> future_, waiting_;  // in order of arrival; the preempted are in front of the others
   std::vector<std::unique_ptr<Request>> running_;          // in order of arrival
   std::vector<RequestRecord> finished_;

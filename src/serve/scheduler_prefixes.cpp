@@ -1,5 +1,6 @@
 // Prefixes that the scheduler's requests share (see scheduler.h): blocks of keys and values, and states behind them.
 #include <algorithm>
+#include <utility>
 
 #include "core/check.h"
 #include "serve/scheduler_request.h"
@@ -56,8 +57,8 @@ int Scheduler::find_hit(Request& r, int tokens) const {
   return hit;
 }
 
-// A slot for a request that begins behind `hit` blocks: with a copy of the state that is kept there, or that state's own slot where no
-// other is free.
+// A slot for a request that begins behind `hit` blocks, whose first step reads the state that is kept there; or that state's own slot where
+// no other is free.
 void Scheduler::take_slot(Request& r, int hit) {
   if (hit == 0) {
     slots_->allocate(1, r.slot);
@@ -66,8 +67,7 @@ void Scheduler::take_slot(Request& r, int hit) {
   std::vector<int32_t> kept;
   slots_->lookup(std::span(r.hashes).subspan(size_t(hit - 1), 1), kept);
   if (slots_->allocate(1, r.slot)) {
-    copies_.push_back({.from = kept.front(), .to = r.slot.front()});
-    sources_.push_back(kept.front());
+    r.source = std::move(kept);
     return;
   }
   const auto own = slots_->make_writable(kept.front());
@@ -102,15 +102,15 @@ void Scheduler::publish_blocks(Request& r) {
   }
 }
 
-// Keeps a copy of the request's state where others may need it. The copy is made before the next step changes the state.
-void Scheduler::keep_state(const Request& r) {
-  if (!slots_ || !options_.prefix_sharing || r.computed == 0 || (r.computed != r.branch && r.computed != last_kept(r))) return;
+// Keeps the request's state where others may need it: in its slot, which the next step reads and does not write.
+void Scheduler::keep_state(Request& r) {
+  if (!slots_ || !options_.prefix_sharing || r.computed == 0 || r.accepted > 0 || (r.computed != r.branch && r.computed != last_kept(r)))
+    return;
   const BlockHash& hash = r.hashes[size_t(r.computed / block_size_ - 1)];
-  std::vector<int32_t> kept;
-  if (slots_->peek(std::span(&hash, 1)) == 1 || !slots_->allocate(1, kept)) return;
-  copies_.push_back({.from = r.slot.front(), .to = kept.front()});
-  slots_->publish(kept.front(), hash);
-  slots_->release(kept);
+  std::vector<int32_t> next;
+  if (slots_->peek(std::span(&hash, 1)) == 1 || !slots_->allocate(1, next)) return;
+  slots_->publish(r.slot.front(), hash);
+  r.source = std::move(r.slot), r.slot = std::move(next);
   ++stats_.kept_states;
 }
 

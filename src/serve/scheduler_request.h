@@ -39,12 +39,15 @@ struct Scheduler::Request {
   int computed = 0;               // tokens whose k and v are in the caches, and that its states are of
   int ever_computed = 0;          // the same, before preemptions
   int generated = 0;              // output tokens
-  int scheduled = 0;              // tokens of the step under way
+  int scheduled = 0;              // tokens of the step under way, its drafts included
+  Drafts drafts;                  // of the step under way
+  int accepted = 0;               // the last draft that was kept of the step before, as Batch has it
   int branch = 0;                 // the most tokens, in units of states, that other prompts were seen to share; 0: none
   bool admitted = false;          // ever
   std::vector<BlockHash> hashes;  // of full blocks, as far as they were needed
   std::vector<Table> tables;      // per group of pages
   std::vector<int32_t> slot;      // of its states: one while it runs, where the model keeps some
+  std::vector<int32_t> source;    // the slot that its next step reads instead: of a state that is kept; none: its own
 
   int num_tokens() const { return trace->input_length + generated; }
   int remaining() const { return num_tokens() - computed; }

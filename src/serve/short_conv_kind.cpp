@@ -44,8 +44,9 @@ class ShortConvLayers final : public KindOf<ShortConvFamily> {
     return ShortConvTarget{.spec = &spec(), .parameters = &layers_[layer].parameters};
   }
 
-  TensorView state_of(size_t layer, int, int slot) const override {
-    return layers_[layer].inputs.state.select(0, slot).slice(0, 0, spec().width - 1);
+  std::vector<TensorView> states_of(size_t layer, int, int slot, int row) const override {
+    const int rows = spec().width - 1, first = row * (spec().tree_drafts ? rows : 1);
+    return {layers_[layer].inputs.state.select(0, slot).slice(0, first, first + rows)};
   }
 
  private:

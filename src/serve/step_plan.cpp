@@ -18,6 +18,12 @@ uint64_t token_id(uint64_t seed, const TraceRequest& request, int prefix_block, 
   return hash_numbers(seed, kOwnToken, uint64_t(id), uint64_t(position));
 }
 
+bool StepPlan::decodes_only() const {
+  for (int r = 0; r < num_reqs(); ++r)
+    if (certain_tokens(r) != 1) return false;
+  return true;
+}
+
 Batch StepPlan::batch(int group) const {
   const Group& g = groups[size_t(group)];
   Batch batch;
@@ -25,6 +31,8 @@ Batch StepPlan::batch(int group) const {
   batch.seq_lens = seq_lens;
   if (g.block_table.empty()) {
     batch.state_slots = state_slots;
+    batch.source_slots = source_slots;
+    batch.num_drafts = num_drafts, batch.accepted_drafts = accepted_drafts, batch.draft_parents = draft_parents;
     return batch;
   }
   batch.block_table = TensorView::contiguous(const_cast<int32_t*>(g.block_table.data()), DType::i32, {num_reqs(), stride});

@@ -4,17 +4,13 @@
 #include <vector>
 
 #include "imbrex/batch.h"
+#include "serve/drafts.h"
 #include "serve/trace.h"
 
 namespace imbrex::serve {
 
 // Identity of a request's token: equal where requests share a prefix, different everywhere else.
 uint64_t token_id(uint64_t seed, const TraceRequest&, int prefix_block, int id, int position);
-
-// Copies what is in a slot to another one.
-struct StateCopy {
-  int32_t from = 0, to = 0;
-};
 
 // Requests with one token left to compute (they decode) come first, then those with a piece of their prompt; the arrays are per
 // request in that order. Kept by the caller from step to step, so that a step writes only what changed.
@@ -35,13 +31,19 @@ struct StepPlan {
   std::vector<int32_t> fresh_from;       // [num_reqs], tokens before this position were computed before, ahead of a preemption
   std::vector<uint8_t> makes_token;      // [num_reqs], 1: an output token is made from the last query
   std::vector<int32_t> state_slots;      // [num_reqs], the same in all groups of states; empty: the model keeps none
-  std::vector<StateCopy> state_copies;   // to be made in this order, in all groups of states, before the step's layers run
-  std::vector<Group> groups;             // per cache group
-  int64_t stride = 0;                    // entries of a block table row
-  uint64_t owner = 0;                    // the scheduler that keeps the rows up to date; 0: none yet
+  std::vector<int32_t> source_slots;     // [num_reqs], where each reads what it has of the past: its own, or one that is kept of a prefix
+  std::vector<Drafts> drafts;            // [num_reqs], behind a request's last certain token; empty: none are made
+  std::vector<int32_t> num_drafts, accepted_drafts, draft_parents;  // the same as Batch has it, with the drafts of the step before
+  std::vector<Group> groups;                                        // per cache group
+  int64_t stride = 0;                                               // entries of a block table row
+  uint64_t owner = 0;                                               // the scheduler that keeps the rows up to date; 0: none yet
 
   int num_reqs() const { return int(seq_lens.size()); }
   int num_tokens() const { return query_start_loc.empty() ? 0 : query_start_loc.back(); }
+  int certain_tokens(int request) const {  // of the step
+    return query_start_loc[size_t(request) + 1] - query_start_loc[size_t(request)] - (drafts.empty() ? 0 : drafts[size_t(request)].count());
+  }
+  bool decodes_only() const;     // every request has one certain token
   Batch batch(int group) const;  // views of this plan
 };
 

@@ -14,19 +14,6 @@ namespace {
 
 constexpr int kTensorShare = 4;  // a window's tensors take at most one part in so many of a GPU's memory
 
-// Offsets of the pieces that a state is copied in, so that many threads have some: as many as halve it evenly.
-DeviceTensor piece_starts(const GroupCache& cache, const DeviceStream& stream) {
-  const auto* const states = std::get_if<StateAllocation>(&cache);
-  if (states == nullptr) return {};
-  constexpr int64_t kPiece = 1024;  // elements
-  const int64_t elements = states->all().size(2);
-  int64_t pieces = 1;
-  while (elements % (2 * pieces) == 0 && elements / pieces > kPiece) pieces *= 2;
-  std::vector<int32_t> starts;
-  for (int64_t i = 0; i < pieces; ++i) starts.push_back(int32_t(i * (elements / pieces)));
-  return stream.copy_of(TensorView::contiguous(starts.data(), DType::i32, {pieces}));
-}
-
 }  // namespace
 
 std::vector<RowGroup> group_rows(std::span<const WantedRow> wanted, const std::function<int64_t(const WantedRow&)>& row_start,
@@ -47,7 +34,7 @@ StepRunner::StepRunner(const ModelSpec& model, const DeviceInfo& device, const R
     : synthetic_(synthetic), threads_(threads), stream_(open_stream(device, threads)), workspace_(make_workspace(device)) {
   const auto pool = synthetic.pool();
   pool_ = stream_->copy_of(TensorView::contiguous(const_cast<uint16_t*>(pool.data()), DType::bf16, {int64_t(pool.size())}));
-  graph_tokens_ = std::min(options.max_num_seqs, options.max_num_batched_tokens);
+  graph_tokens_ = std::min(options.max_num_seqs * (1 + options.drafts.tokens), options.max_num_batched_tokens);
   make_kinds(model, device, options, max_seq_len);
   make_tensors(options);
 }
@@ -56,7 +43,7 @@ void StepRunner::make_kinds(const ModelSpec& model, const DeviceInfo& device, co
   PlanOptions plan_options;
   plan_options.limits = {.max_num_reqs = options.max_num_seqs,
                          .max_num_tokens = options.max_num_batched_tokens,
-                         .max_seq_len = max_seq_len,
+                         .max_seq_len = max_seq_len + options.drafts.tokens,  // a tree may have more than the request has tokens
                          .shared_prompts = options.prefix_sharing};
   plan_options.threads = threads_;
   plan_options.validate = options.validate;
@@ -70,7 +57,7 @@ void StepRunner::make_kinds(const ModelSpec& model, const DeviceInfo& device, co
                   .decode_plan = plan_options,
                   .has_decode_plan = stream_->asynchronous()};
   setup.decode_plan.limits.max_num_tokens = int(graph_tokens_);
-  setup.decode_plan.limits.max_query_len = 1;
+  setup.decode_plan.limits.max_query_len = 1 + options.drafts.tokens;
   layers_.resize(model.layers.size());
   for (const ModelSpec::Kind& kind : model.kinds()) {
     for (size_t i = 0; i < kind.layers.size(); ++i) layers_[size_t(kind.layers[i])] = {.kind = kinds_.size(), .of_kind = i, .graph = {}};
@@ -110,8 +97,6 @@ void StepRunner::allocate(const ModelSpec& model, const CacheSizes& sizes) {
       return make_cache(spec, int(group.layers.size()), sizes.places(group, g), *stream_, threads_);
     };
     caches_.push_back(std::visit(make, kind_of(group.layers.front()).spec()));
-    kind_of_cache_.push_back(layers_[size_t(group.layers.front())].kind);
-    piece_starts_.push_back(piece_starts(caches_.back(), *stream_));
     for (size_t i = 0; i < group.layers.size(); ++i) {
       const Layer& layer = layers_[size_t(group.layers[i])];
       kinds_[layer.kind]->place_cache(layer.of_kind, caches_.back(), int(i));
@@ -123,25 +108,6 @@ int StepRunner::step_tokens() const {
   int all = 1;
   for (const auto& kind : kinds_) all = std::lcm(all, std::max(kind->step_tokens(), 1));
   return all;
-}
-
-// The time is that of the group's first kind of layer.
-void StepRunner::copy_states(std::span<const StateCopy> copies) {
-  if (copies.empty()) return;
-  for (size_t g = 0; g < caches_.size(); ++g) {
-    const auto* const states = std::get_if<StateAllocation>(&caches_[g]);
-    if (states == nullptr) continue;
-    const size_t from = mark();
-    for (int64_t layer = 0; layer < states->all().size(0); ++layer) {
-      const TensorView slots = states->layer(int(layer));
-      for (const StateCopy& copy : copies) {
-        const TensorView to = slots.select(0, copy.to), &pieces = piece_starts_[g].view;
-        stream_->gather(slots.select(0, copy.from), pieces,
-                        TensorView::contiguous(to.data, to.dtype, {pieces.size(0), to.size(0) / pieces.size(0)}, to.device));
-      }
-    }
-    spans_.push_back({kind_of_cache_[g], from, mark(), &KindTimes::run_s});
-  }
 }
 
 TensorView StepRunner::rows(const LayerRows& of, int layer, std::initializer_list<int64_t> sizes) const {
@@ -192,8 +158,7 @@ void StepRunner::make_tokens(int first, int end, std::span<const uint64_t> keys)
 }
 
 void StepRunner::update(const StepPlan& step) {
-  copy_states(step.state_copies);
-  decode_ = stream_->asynchronous() && step.num_tokens() == step.num_reqs();
+  decode_ = stream_->asynchronous() && step.decodes_only();
   size_t from = mark();
   for (size_t i = 0; i < kinds_.size(); ++i) {
     kinds_[i]->update(step.batch(kinds_[i]->group()), decode_);
@@ -287,13 +252,17 @@ std::span<const uint16_t* const> StepRunner::fetch(std::span<const WantedRow> wa
   return fetched_;
 }
 
-std::vector<char> StepRunner::fetch_state(int layer, int out_row, int slot) const {
-  const TensorView state = kind_of(layer).state_of(layers_[size_t(layer)].of_kind, out_row, slot);
+std::vector<char> StepRunner::fetch_state(int layer, int out_row, int slot, int row) const {
+  const std::vector<TensorView> parts = kind_of(layer).states_of(layers_[size_t(layer)].of_kind, out_row, slot, row);
+  const auto bytes_of = [](const TensorView& t) { return t.num_elements() * size_of(t.dtype); };
   std::vector<char> copy;
-  if (state.empty()) return copy;
-  copy.resize(size_t(state.num_elements() * size_of(state.dtype)));
-  stream_->download(copy.data(), state.data, int64_t(copy.size()));
-  stream_->synchronize();
+  for (const TensorView& part : parts) copy.resize(copy.size() + size_t(bytes_of(part)));
+  int64_t at = 0;
+  for (const TensorView& part : parts) {
+    stream_->download(copy.data() + at, part.data, bytes_of(part));
+    at += bytes_of(part);
+  }
+  if (!parts.empty()) stream_->synchronize();
   return copy;
 }
 

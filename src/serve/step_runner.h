@@ -50,13 +50,13 @@ class StepRunner {
   // Layers whose tensors are there at the same time: one on a CPU, so that they stay in its caches, and all on a GPU, if they fit.
   int window() const { return window_; }
   void make_tokens(int first, int end, std::span<const uint64_t> keys);  // inputs of layers [first, end), a window at most
-  void update(const StepPlan&);                                          // copies states too
-  void run(int first, int end);                                          // writes keys and values, and runs the layers
+  void update(const StepPlan&);
+  void run(int first, int end);  // writes keys and values, and runs the layers
   // Outputs of those layers, [out_length] a row; `wanted` is sorted by layer. They stay until the next call.
   std::span<const uint16_t* const> fetch(std::span<const WantedRow> wanted);
-  // A copy of what a target checks of the state in a slot; empty where it checks none.
-  std::vector<char> fetch_state(int layer, int out_row, int slot) const;
-  std::vector<KindTimes> take_times();  // by kind, since the last call
+  // A copy of what a target checks of the state in a slot, part by part; empty where it checks none.
+  std::vector<char> fetch_state(int layer, int out_row, int slot, int row) const;  // row: behind which draft; 0: behind none
+  std::vector<KindTimes> take_times();                                             // by kind, since the last call
 
   const std::vector<GroupCache>& caches() const { return caches_; }  // by cache group
   std::vector<ReplayKind> reports() const;                           // by kind: what runs and why
@@ -81,7 +81,6 @@ class StepRunner {
 
   void make_kinds(const ModelSpec&, const DeviceInfo&, const ReplayOptions&, int max_seq_len);
   void make_tensors(const ReplayOptions&);
-  void copy_states(std::span<const StateCopy>);
   TensorView rows(const LayerRows&, int layer, std::initializer_list<int64_t> sizes) const;
   StepTensors tensors(int layer, int64_t tokens) const;
   int next_kind(int layer, int end) const;  // the first layer that is of another kind, or `end`
@@ -94,10 +93,8 @@ class StepRunner {
   std::vector<std::unique_ptr<LayerKind>> kinds_;
   std::vector<Layer> layers_;
   std::vector<GroupCache> caches_;
-  std::vector<size_t> kind_of_cache_;       // that the group's first layer is of
-  std::vector<DeviceTensor> piece_starts_;  // i32 [pieces], of a state of one layer; empty for groups of pages
-  DeviceTensor pool_;                       // Synthetic::pool
-  std::array<LayerRows, kMostParts> in_;
+  DeviceTensor pool_;  // Synthetic::pool
+  std::array<LayerRows, kMostInputs> in_;
   LayerRows out_;
   int window_ = 1, first_ = 0;  // of the layers that in_ and out_ have now
   int64_t num_tokens_ = 0;      // of the step

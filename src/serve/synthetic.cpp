@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "core/float_types.h"
+#include "recurrent/conv_plan.h"
 
 namespace imbrex::serve {
 
@@ -104,13 +105,29 @@ void MlaParameters::view(MlaInputs& inputs) const {
 std::vector<RecurrentRow> recurrent_rows(const RecurrentSpec& spec) {
   const int keys = spec.num_k_heads * spec.head_dim_k, values = spec.num_v_heads * spec.head_dim_v;
   std::vector<RecurrentRow> rows{{Side::q, keys}, {Side::k, keys}, {Side::v, values}};
+  if (spec.conv != RecurrentConv::none) rows = {{Side::conv, int(spec.conv_channels())}};
   if (spec.gate != RecurrentGate::fixed) rows.push_back({Side::gate, spec.num_v_heads * (spec.channel_gate ? spec.head_dim_k : 1)});
   if (spec.delta) rows.push_back({Side::beta, spec.num_v_heads});
+  if (spec.out_gate != OutputGate::none) rows.push_back({Side::z, values});
   return rows;
 }
 
+std::array<ConvStretch, 3> conv_stretches(const RecurrentSpec& spec, int first, int heads) {
+  const int sharing = spec.num_v_heads / spec.num_k_heads, keys = spec.num_k_heads * spec.head_dim_k,
+            values = spec.num_v_heads * spec.head_dim_v;
+  const ConvStretch of_keys{first / sharing * spec.head_dim_k, std::max(heads / sharing, 1) * spec.head_dim_k},
+      of_values{first * spec.head_dim_v, heads * spec.head_dim_v};
+  const auto behind = [](ConvStretch stretch, int others) { return ConvStretch{stretch.first + others, stretch.count}; };
+  if (spec.conv == RecurrentConv::vkq) return {of_values, behind(of_keys, values), behind(of_keys, values + keys)};
+  return {of_keys, behind(of_keys, keys), behind(of_values, 2 * keys)};
+}
+
 RecurrentParameters::RecurrentParameters(const RecurrentSpec& spec, uint64_t seed, int layer)
-    : heads(spec.num_v_heads), dim_k(spec.head_dim_k), channel_gate(spec.channel_gate), channel_rates(spec.channel_rates) {
+    : heads(spec.num_v_heads),
+      dim_k(spec.head_dim_k),
+      channel_gate(spec.channel_gate),
+      channel_rates(spec.channel_rates),
+      dim_v(spec.head_dim_v) {
   const auto fill = [&](std::vector<float>& values, bool of_channels, uint64_t what, const auto& make) {
     values.resize(size_t(heads) * size_t(of_channels ? dim_k : 1));
     for (size_t i = 0; i < values.size(); ++i) values[i] = make(hash_numbers(seed, what, uint64_t(layer), i));
@@ -124,6 +141,11 @@ RecurrentParameters::RecurrentParameters(const RecurrentSpec& spec, uint64_t see
     fill(gate_bias, channel_gate, 8, [mean](uint64_t bits) { return mean + 0.5f * normal(bits); });
   }
   if (spec.skip) fill(skip, false, 9, [](uint64_t bits) { return 1 + 0.1f * normal(bits); });
+  if (spec.out_norm != OutputNorm::none) {
+    norm_weight.resize(size_t(heads) * size_t(dim_v));
+    for (size_t i = 0; i < norm_weight.size(); ++i) norm_weight[i] = 1 + 0.1f * normal(hash_numbers(seed, 10, uint64_t(layer), i));
+  }
+  if (spec.conv != RecurrentConv::none) conv.emplace(conv_of(spec), seed, layer);
 }
 
 void RecurrentParameters::view(RecurrentInputs& inputs, int first, int count) const {
@@ -135,6 +157,13 @@ void RecurrentParameters::view(RecurrentInputs& inputs, int first, int count) co
   inputs.rates = part(rates, channel_rates);
   inputs.gate_bias = part(gate_bias, channel_gate);
   inputs.skip = part(skip, false);
+  if (!norm_weight.empty())
+    inputs.norm_weight =
+        TensorView::contiguous(const_cast<float*>(norm_weight.data()) + size_t(first) * size_t(dim_v), DType::f32, {count, dim_v});
+  if (!conv) return;
+  ShortConvInputs of_conv;
+  conv->view(of_conv);
+  inputs.conv_weight = of_conv.weight, inputs.conv_bias = of_conv.bias;
 }
 
 }  // namespace imbrex::serve

@@ -1,7 +1,9 @@
 #pragma once
 // Synthetic inputs of layers: a function of (seed, layer, token identity, position, head) and nothing else, so that shared prefixes really
 // share, a recomputed request sees the same numbers, and a check can make any token's again without looking into the cache.
+#include <array>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -10,7 +12,7 @@
 
 namespace imbrex::serve {
 
-enum class Side : uint8_t { q, k, v, conv, gate, beta };  // conv: input of the short convolution; gate, beta: of recurrent layers
+enum class Side : uint8_t { q, k, v, conv, gate, beta, z };  // conv: input of a short convolution; gate, beta, z: of recurrent layers
 
 // The number that the inputs of a token in all heads and layers are derived from.
 constexpr uint64_t token_key(uint64_t token_id, int position) { return hash_numbers(token_id, uint64_t(position)); }
@@ -63,21 +65,31 @@ struct ShortConvParameters {
   void view(ShortConvInputs&) const;  // on the host
 };
 
-// What a token has in a recurrent layer: its inputs in the order of RecurrentInputs, each a row of so many numbers (Synthetic::piece()).
+// What a token has in a recurrent layer: what is convolved or q, k and v, and then gate, beta and z, as far as the layer has them, each a
+// row of so many numbers (Synthetic::piece()).
 struct RecurrentRow {
   Side side = Side::q;
   int numbers = 0;
 };
 std::vector<RecurrentRow> recurrent_rows(const RecurrentSpec&);
 
+// Channels [first, first + count) of the rows that a convolution in front of a recurrence reads.
+struct ConvStretch {
+  int first = 0, count = 0;
+};
+// Those that make q, k and v of value heads [first, first + heads) and of their key heads, in the order of the rows.
+std::array<ConvStretch, 3> conv_stretches(const RecurrentSpec&, int first, int heads);
+
 // Parameters of a recurrent layer. Rates are such that heads, or channels, remember between a few and some hundred tokens.
 struct RecurrentParameters {
   int heads = 0, dim_k = 0;
   bool channel_gate = false, channel_rates = false;
-  std::vector<float> rates, gate_bias, skip;  // as in RecurrentInputs, where the spec has them
+  int dim_v = 0;
+  std::vector<float> rates, gate_bias, skip, norm_weight;  // as in RecurrentInputs, where the spec has them
+  std::optional<ShortConvParameters> conv;                 // of the convolution in front
 
   RecurrentParameters(const RecurrentSpec&, uint64_t seed, int layer);
-  // Sets the parameters of RecurrentInputs for value heads [first, first + count), on the host.
+  // Sets the parameters of RecurrentInputs for value heads [first, first + count), on the host; those of the convolution of all channels.
   void view(RecurrentInputs&, int first, int count) const;
 };
 

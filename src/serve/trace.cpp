@@ -299,6 +299,15 @@ Trace parse_trace(std::string_view text, std::string_view name, const TraceLimit
   return std::move(parser.trace);
 }
 
+void shrink(Trace& trace, int factor) {
+  check(factor >= 1 && trace.prefix_block % factor == 0, "trace.shrink",
+        "expected a factor that divides the {} tokens of a prefix id, got {}", trace.prefix_block, factor);
+  const auto part = [factor](int tokens) { return (tokens - 1) / factor + 1; };
+  for (TraceRequest& r : trace.requests) r.input_length = part(r.input_length), r.output_length = part(r.output_length);
+  trace.prefix_block /= factor;
+  if (factor > 1) trace.source += fmt::format(" with lengths divided by {}", factor);
+}
+
 Trace read_trace(const std::string& path, const TraceLimits& limits) {
   std::error_code error;
   check(!std::filesystem::is_directory(path, error), "trace.file.directory", "{}: expected a file, got a directory", path);

@@ -40,4 +40,9 @@ Trace read_trace(const std::string& path, const TraceLimits& = {});  // Error tr
 
 constexpr int kMooncakeBlock = 512;
 
+// The same requests with a part of their tokens, rounded up: inputs, outputs and the blocks of prefixes are divided by the factor, so that
+// requests share what they shared; the source says so. Error trace.shrink for a factor that is not 1 or more, or that does not divide the
+// block.
+void shrink(Trace&, int factor);
+
 }  // namespace imbrex::serve

@@ -109,6 +109,8 @@ void Verifier::check_spec(const LayerSpec& layer) {
 }
 
 uint64_t Verifier::key_of(const VerifySample& sample, int position) const {
+  const int certain = sample.position + 1 - int(sample.drafts.size());
+  if (position >= certain) return sample.drafts[size_t(position - certain)];
   return token_key(token_id(seed_, *sample.trace, prefix_block_, sample.request, position), position);
 }
 

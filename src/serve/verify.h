@@ -29,12 +29,12 @@ struct MlaTarget {  // one head
   const MlaParameters* parameters = nullptr;
   int head = 0;
 };
-struct RecurrentTarget {  // some value heads that share a key head
+struct RecurrentTarget {  // some value heads that share a key head, or all that a norm of outputs is over
   const RecurrentSpec* spec = nullptr;
   const RecurrentParameters* parameters = nullptr;
   int first_head = 0;
   bool rounded_products = false;              // as the plan says
-  static int heads_of(const RecurrentSpec&);  // how many: one, or more of few values
+  static int heads_of(const RecurrentSpec&);  // how many
 };
 using VerifyTarget = std::variant<AttentionTarget, ShortConvTarget, MlaTarget, RecurrentTarget>;
 
@@ -42,12 +42,14 @@ using VerifyTarget = std::variant<AttentionTarget, ShortConvTarget, MlaTarget, R
 struct VerifySample {
   int request = 0;  // for messages and token identities
   const TraceRequest* trace = nullptr;
-  int position = 0;       // of the token
+  int position = 0;  // of the token
+  // The token_key of the last tokens of its path, the token's own last, where these are drafts: they stand for those of the request.
+  std::vector<uint64_t> drafts = {};
   int layer = 0;          // index into ModelSpec::layers: what synthesis depends on
   std::string_view name;  // of that layer
   VerifyTarget target;
-  // Behind the token, where the target checks it: of a recurrent layer [heads, two dimensions] of state_dtype, of a short convolution
-  // [width - 1, dim] of bf16.
+  // Behind the token, where the target checks it: of a recurrent layer [heads, two dimensions] of state_dtype, and of the convolution in
+  // front of it [width - 1, channels of these heads] of bf16; of a short convolution [width - 1, dim] of bf16.
   std::vector<char> state;
   const uint16_t* actual = nullptr;  // bf16 [group_size, head_dim_v]; [v_dim] of latent attention, [dim] of a short convolution,
                                      // [heads, head_dim_v] of a recurrent layer
@@ -81,7 +83,7 @@ class Verifier {
   // Its state is what was convolved, rounded once: every bit has to be the same.
   // Of a recurrent layer the recurrence is computed again from the request's first token on, in double precision; the bound is that of its
   // conformance tests (conformance/recurrent/judge.h): how far float arithmetic may have taken the state, and the rounding of the output.
-  // The state behind the token is compared too, where the sample has it.
+  // The state behind the token is compared too, where the sample has it, and bit for bit what a convolution in front has kept.
   void run(const std::vector<VerifySample>&);
   const VerifySummary& summary() const { return summary_; }
 

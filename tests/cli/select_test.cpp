@@ -111,37 +111,34 @@ TEST_F(Cli, SelectExplainsRecurrentLayers) {
   const std::string select = "select --model kimi-linear-48b-a3b --device 'avx512,8 threads'";
   const Ran ran = run(select);
   EXPECT_EQ(ran.code, 0) << ran.err;
-  for (const char* part :
-       {"layers 0-2, 4-6, 8-10, 12-14, 16-18, 20-22, 24-25: short_conv d12288 w4 bf16 plain silu\ncpu_avx512 (first of 3",
-        "layers 0-2, 4-6, 8-10, 12-14, 16-18, 20-22, 24-25: recurrent q32 v32 k128 v128 softplus channel_gate delta",
-        "layers 3, 7, 11, 15, 19, 23, 26: mla q32", "cpu_avx512 (first of 3 that run it)"})
+  for (const char* part : {"layers 0-2, 4-6, 8-10, 12-14, 16-18, 20-22, 24-25: recurrent q32 v32 k128 v128 softplus channel_gate delta",
+                           "layers 3, 7, 11, 15, 19, 23, 26: mla q32", "cpu_avx512 (first of 3 that run it)"})
     EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
   for (const char* part :
-       {"\ncache\n", "state group short_conv    20 layers   1474560 B/request\n",
-        "state group recurrent     20 layers  41943040 B/request\n", "KV group full           7 layers      8064 B/token\n"})
+       {"norm_eps=1e-05 conv_qkv bf16 state f32 v_first\ncpu_avx512 (first of 3", "\ncache\n",
+        "state group recurrent    20 layers  43417600 B/request\n", "KV group full          7 layers      8064 B/token\n"})
     EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
   const auto j = nlohmann::json::parse(run(select + " --json --backend GDN_ATTN").out);
-  ASSERT_EQ(j["cache_groups"].size(), 3u);
-  EXPECT_EQ(j["cache_groups"][0]["bytes_per_request"], 20 * 3 * 12288 * 2);
-  EXPECT_EQ(j["cache_groups"][2]["bytes_per_token"], 8064);
-  EXPECT_EQ(j["cache_groups"][2]["layers"], (std::vector<int>{3, 7, 11, 15, 19, 23, 26}));
-  ASSERT_EQ(j["kinds"].size(), 3u);
-  EXPECT_EQ(j["kinds"][0]["family"], "short_conv");
-  EXPECT_EQ(j["kinds"][1]["family"], "recurrent");
-  EXPECT_EQ(j["kinds"][0]["layers"], j["kinds"][1]["layers"]) << "by the model's numbers";
-  EXPECT_TRUE(contains(j["kinds"][1]["rule"], "GDN_ATTN")) << j["kinds"][1]["rule"];
-  EXPECT_EQ(j["kinds"][1]["candidates"].size(), 4u);
+  ASSERT_EQ(j["cache_groups"].size(), 2u);
+  EXPECT_EQ(j["cache_groups"][0]["bytes_per_request"], 20 * (3 * 12288 * 2 + 32 * 128 * 128 * 4));
+  EXPECT_EQ(j["cache_groups"][1]["bytes_per_token"], 8064);
+  EXPECT_EQ(j["cache_groups"][1]["layers"], (std::vector<int>{3, 7, 11, 15, 19, 23, 26}));
+  ASSERT_EQ(j["kinds"].size(), 2u);
+  EXPECT_EQ(j["kinds"][0]["family"], "recurrent");
+  EXPECT_TRUE(contains(j["kinds"][0]["rule"], "GDN_ATTN")) << j["kinds"][0]["rule"];
+  EXPECT_EQ(j["kinds"][0]["candidates"].size(), 4u);
+  EXPECT_EQ(j["kinds"][0]["kernels"].back()["requests"], "convolution") << "it is run by the same backend";
   EXPECT_GE(j["notes"].size(), 1u);
 }
 
 // Few layers of each kind of a published model, states beside pages.
 TEST_F(Cli, RunReplaysRecurrentLayers) {
   const Ran ran = run("run --model nemotron-3-nano-30b-a3b --layers 6 --trace " IMBREX_DATA
-                      "/sample_trace.jsonl --num-requests 1 --verify 1% --kv-memory 256MiB --no-ceilings --json " +
+                      "/sample_trace.jsonl --num-requests 1 --verify 0.2% --verify-last 100% --kv-memory 256MiB --no-ceilings --json " +
                       path("r.json"));
   EXPECT_EQ(ran.code, 0) << ran.err;
-  for (const char* part : {"6 of 52 layers", "state slots", "3  short_conv d6144 w4 bf16 bias plain silu", "3  recurrent q8 v64 k128 v64",
-                           "all within the bound", " states recomputed"})
+  for (const char* part : {"6 of 52 layers", "state slots", "3  recurrent q8 v64 k128 v64", " conv_vkq conv_bias ", "all within the bound",
+                           " states recomputed"})
     EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
   const auto j = nlohmann::json::parse(read(path("r.json")));
   EXPECT_GT(j["verify"]["outputs"], 10);

@@ -140,7 +140,7 @@ TEST(CaseFiles, MlaOnesAreWhatTheGeneratorMakes) {
   }
 }
 
-// Gated delta nets with grouped heads, and drafts of a layer whose gates are of each channel.
+// Gated delta nets with grouped heads, drafts of a layer whose gates are of each channel, and Mamba2 with all that is in front and behind.
 std::vector<RecurrentCase> shipped_recurrent() {
   RecurrentCase gdn{.name = "recurrent_gdn_bf16",
                     .spec = recurrent_layer("gdn"),
@@ -153,7 +153,14 @@ std::vector<RecurrentCase> shipped_recurrent() {
                     .seed = 2031};
   kda.spec.head_dim_k = 6, kda.spec.head_dim_v = 5, kda.spec.num_drafts = 4;
   kda.spec.dtype = DType::f32, kda.spec.layout = StateLayout::k_first;
-  return {gdn, kda};
+  RecurrentCase mamba{.name = "recurrent_conv_mamba2_bf16",
+                      .spec = recurrent_layer("mamba2"),
+                      .requests = {{1, 20, 0, 0, 0}, {7, 0, 0, 0, 1}, {0, 5, 0, 0, 2}, {3, 2, 2, 1, 3}},
+                      .seed = 2033};
+  mamba.spec.head_dim_k = 8, mamba.spec.head_dim_v = 6, mamba.spec.num_drafts = 2;
+  mamba.spec.conv = RecurrentConv::vkq, mamba.spec.conv_bias = true;
+  mamba.spec.out_gate = OutputGate::silu, mamba.spec.out_norm = OutputNorm::after_gate, mamba.spec.norm_groups = 1;
+  return {gdn, kda, mamba};
 }
 
 TEST(CaseFiles, RecurrentOnesAreWhatTheGeneratorMakes) {
@@ -190,7 +197,7 @@ TEST(CaseFiles, EveryBackendPassesThem) {
       }
     }
   }
-  EXPECT_GE(files, 13);
+  EXPECT_GE(files, 14);
 }
 
 }  // namespace

@@ -40,6 +40,13 @@ RecurrentCase recurrent_case_of_trees() {
   return c;
 }
 
+// The same with a convolution in front.
+RecurrentCase convolved(RecurrentCase c, bool bias) {
+  c.name = "convolved_" + c.name;
+  c.spec.conv = bias ? RecurrentConv::vkq : RecurrentConv::qkv, c.spec.conv_width = 3, c.spec.conv_bias = bias, c.spec.conv_silu = bias;
+  return c;
+}
+
 RecurrentCaseFile reread_recurrent(const RecurrentCaseFile& file) {
   return std::get<RecurrentCaseFile>(parse_any_case(parse_safetensors(write_safetensors(to_safetensors(file)))));
 }
@@ -50,7 +57,8 @@ std::vector<VerifyRow> recurrent_rows(const RecurrentCaseFile& file) {
 }
 
 TEST(RecurrentCaseFile, RoundTrips) {
-  std::vector<RecurrentCase> cases{full_recurrent_case(), recurrent_case_of_trees()};
+  std::vector<RecurrentCase> cases{full_recurrent_case(), recurrent_case_of_trees(), convolved(full_recurrent_case(), true),
+                                   convolved(recurrent_case_of_trees(), false)};
   for (const char* layer : {"gdn", "kda", "kda_bounded", "lightning", "mamba2", "mamba1"}) cases.push_back(small_recurrent_case(layer));
   for (const RecurrentCase& c : cases) {
     SCOPED_TRACE(c.name);
@@ -62,10 +70,13 @@ TEST(RecurrentCaseFile, RoundTrips) {
     for (const auto member :
          {&RecurrentCaseInputs::q, &RecurrentCaseInputs::k, &RecurrentCaseInputs::v, &RecurrentCaseInputs::gate, &RecurrentCaseInputs::beta,
           &RecurrentCaseInputs::rates, &RecurrentCaseInputs::gate_bias, &RecurrentCaseInputs::skip, &RecurrentCaseInputs::state,
-          &RecurrentCaseInputs::z, &RecurrentCaseInputs::norm_weight})
+          &RecurrentCaseInputs::z, &RecurrentCaseInputs::norm_weight, &RecurrentCaseInputs::input, &RecurrentCaseInputs::conv_weight,
+          &RecurrentCaseInputs::conv_bias, &RecurrentCaseInputs::conv_state})
       EXPECT_TRUE(same(again.inputs.*member, file.inputs.*member));
     EXPECT_TRUE(bit_identical(again.out, file.out));
     EXPECT_TRUE(bit_identical(again.state_out, file.state_out));
+    EXPECT_TRUE(same(again.conv_state_out, file.conv_state_out));
+    EXPECT_EQ(again.conv_state_out.empty(), c.spec.conv == RecurrentConv::none);
     ASSERT_EQ(again.inputs.requests.size(), c.requests.size());
     for (size_t r = 0; r < c.requests.size(); ++r) {
       EXPECT_EQ(again.inputs.requests[r].q_len, c.requests[r].q_len);
@@ -174,6 +185,32 @@ TEST(RecurrentCaseFile, RefusesWhatDoesNotFit) {
       {"case_file.drafts", set_i32("num_drafts", 0, 4)},
       {"case_file.drafts", set_i32("accepted_drafts", 2, 1)},  // nothing has gone by
   };
+  const Safetensors front = to_safetensors(make_case_file(convolved(full_recurrent_case(), true)));
+  ASSERT_NO_THROW(parse_any_case(front));
+  EXPECT_FALSE(front.tensors.contains("q"));
+  const std::pair<const char*, std::function<void(Safetensors&)>> broken_fronts[] = {
+      {"case_file.kind", edit([](json& j) { j["spec"]["conv"] = "kqv"; })},
+      {"case_file.tensor.missing",
+       edit([](json& j) { j["spec"].erase("conv"), j["spec"].erase("conv_width"), j["spec"].erase("conv_bias"); })},
+      {"recurrent.conv", edit([](json& j) { j["spec"].erase("conv"); })},
+      {"recurrent.conv_width", edit([](json& j) { j["spec"]["conv_width"] = 9; })},
+      {"case_file.tensor.shape", edit([](json& j) { j["spec"]["conv_width"] = 4; })},
+      {"case_file.tensor.unknown", edit([](json& j) { j["spec"]["conv_bias"] = false; })},
+      {"case_file.tensor.missing", erase("input")},
+      {"case_file.tensor.missing", erase("conv_weight")},
+      {"case_file.tensor.missing", erase("conv_bias")},
+      {"case_file.tensor.missing", erase("conv_state")},
+      {"case_file.tensor.missing", erase("conv_state_out")},
+      {"case_file.tensor.unknown",
+       [](Safetensors& f) {
+         f.tensors["q"] = HostTensor::make(DType::bf16, {10, 1, 6});
+       }},
+  };
+  for (const auto& [code, change] : broken_fronts) {
+    Safetensors file = front;
+    change(file);
+    EXPECT_EQ(error_code([&] { parse_any_case(file); }), code) << file.metadata["imbrex"];
+  }
   Safetensors tree = to_safetensors(make_case_file(recurrent_case_of_trees()));
   ASSERT_NO_THROW(parse_any_case(tree));
   set_i32("draft_parents", 3, 3)(tree);  // itself

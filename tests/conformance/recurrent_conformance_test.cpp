@@ -135,7 +135,9 @@ INSTANTIATE_TEST_SUITE_P(
                     RecurrentMistake{"order", "outputs_mamba2_", [](RecurrentSpec& s) { s.out_norm = OutputNorm::before_gate; }},
                     RecurrentMistake{"each_head", "outputs_mamba2_", [](RecurrentSpec& s) { s.norm_groups = 0; }},
                     RecurrentMistake{"epsilon", "outputs_kda_", [](RecurrentSpec& s) { s.norm_eps = 0.1f; }},
-                    RecurrentMistake{"gate", "outputs_mamba1_", [](RecurrentSpec& s) { s.out_gate = OutputGate::sigmoid; }}),
+                    RecurrentMistake{"gate", "outputs_mamba1_", [](RecurrentSpec& s) { s.out_gate = OutputGate::sigmoid; }},
+                    RecurrentMistake{"order", "convolved_gdn_", [](RecurrentSpec& s) { s.conv = RecurrentConv::vkq; }},
+                    RecurrentMistake{"no_silu", "convolved_mamba2_", [](RecurrentSpec& s) { s.conv_silu = false; }}),
     [](const auto& info) { return std::string(info.param.name) + "__" + info.param.cases; });
 
 }  // namespace

@@ -122,6 +122,22 @@ TEST(AttentionSm80, AModelsFolderHasWhatItsPlansLoad) {
   EXPECT_EQ(files, expected);
 }
 
+// And for one of recurrences with convolutions in front, which are kernels of another family.
+TEST(AttentionSm80, AFolderOfRecurrencesHasTheirConvolutionsToo) {
+  RecurrentSpec spec{.num_k_heads = 2, .num_v_heads = 4, .head_dim_k = 64, .head_dim_v = 64};
+  const auto files = [&] {
+    const LayerSpec layer = spec;
+    std::map<std::string, int> all;
+    for (const ShippedKernel& kernel : shipped_kernels("sm_80", {&layer, 1})) ++all[kernel.key.path];
+    return all;
+  };
+  std::map<std::string, int> expected = files();
+  EXPECT_FALSE(expected.contains("short_conv.cu"));
+  spec.conv = RecurrentConv::vkq;
+  expected["short_conv.cu"] = 1;
+  EXPECT_EQ(files(), expected);
+}
+
 TEST(AttentionSm80, EveryTightTileCompilesCleanly) {
   NEEDS_NVRTC();
   for (const TightTile& tile : tight_tiles()) expect_clean(tile);

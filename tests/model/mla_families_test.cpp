@@ -57,11 +57,11 @@ std::string kimi(std::string_view more) {
   return mla_config(R"("v_head_dim": 64, "mla_use_nope": true, )" + std::string(more), "kimi_linear");
 }
 
-// "m" for latent attention, "r" for a recurrent layer, "c" for the convolution in front of one.
+// "m" for latent attention, "r" for a recurrent layer.
 std::string mla_pattern(const ModelSpec& model) {
   std::string text;
   for (const ModelLayer& layer : model.layers)
-    text += std::holds_alternative<MlaSpec>(layer.spec) ? 'm' : std::holds_alternative<RecurrentSpec>(layer.spec) ? 'r' : 'c';
+    text += std::holds_alternative<MlaSpec>(layer.spec) ? 'm' : std::holds_alternative<RecurrentSpec>(layer.spec) ? 'r' : '?';
   return text;
 }
 
@@ -79,17 +79,17 @@ TEST(MlaFamilies, KimiLinearHasKdaAmongLatentAttention) {
                            R"("linear_attn_config": {"kda_layers": [1, 3], "full_attn_layers": [2]})",
                            R"("layer_types": ["linear_attention", "full_attention", "linear_attention"])"}) {
     const ModelSpec model = parse_model_config(kimi(more));
-    EXPECT_EQ(mla_pattern(model), "crmcr") << more;
-    EXPECT_EQ(to_string(model.layers[0].spec), "short_conv d12288 w4 bf16 plain silu") << "q, k and v together";
-    EXPECT_EQ(to_string(model.layers[1].spec),
-              "recurrent q32 v32 k128 v128 softplus channel_gate delta sigmoid_beta qk_norm bf16 state f32 v_first")
+    EXPECT_EQ(mla_pattern(model), "rmr") << more;
+    EXPECT_EQ(to_string(model.layers[0].spec),
+              "recurrent q32 v32 k128 v128 softplus channel_gate delta sigmoid_beta qk_norm out_sigmoid norm_before_gate norm_eps=1e-05 "
+              "conv_qkv bf16 state f32 v_first")
         << "the class defaults";
   }
   const ModelSpec named = parse_model_config(
       kimi(R"("linear_attn_config": {"kda_layers": [1, 3], "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 3})"));
-  EXPECT_EQ(std::get<RecurrentSpec>(named.layers[1].spec).num_v_heads, 4);
-  EXPECT_EQ(std::get<RecurrentSpec>(named.layers[1].spec).head_dim_k, 16) << "not the head_dim outside";
-  EXPECT_EQ(to_string(named.layers[0].spec), "short_conv d192 w3 bf16 plain silu");
+  EXPECT_EQ(std::get<RecurrentSpec>(named.layers[0].spec).num_v_heads, 4);
+  EXPECT_EQ(std::get<RecurrentSpec>(named.layers[0].spec).head_dim_k, 16) << "not the head_dim outside";
+  EXPECT_EQ(std::get<RecurrentSpec>(named.layers[0].spec).conv_width, 3);
   EXPECT_EQ(test::error_code([] { parse_model_config(kimi(R"("linear_attn_config": {"kda_layers": [1], "short_conv_kernel_size": 9})")); }),
             "model.field.conv_width");
   const auto code = [](std::string_view more) { return test::error_code([&] { parse_model_config(kimi(more)); }); };
@@ -118,10 +118,11 @@ TEST(MlaFamilies, NestedConfigs) {
   const ModelSpec kimi_k3 = parse_model_config(R"({"model_type": "kimi_k3", "text_config": {"model_type": "kimi_linear",
       "num_hidden_layers": 4, "num_attention_heads": 96, "mla_use_output_gate": true, "linear_attn_config": {"kda_layers": [1, 2, 4],
       "full_attn_layers": [3], "num_heads": 96, "head_dim": 128, "gate_lower_bound": -5}}})");
-  EXPECT_EQ(mla_pattern(kimi_k3), "crcrmcr");
-  EXPECT_EQ(std::get<MlaSpec>(kimi_k3.layers[4].spec).num_heads, 96);
+  EXPECT_EQ(mla_pattern(kimi_k3), "rrmr");
+  EXPECT_EQ(std::get<MlaSpec>(kimi_k3.layers[2].spec).num_heads, 96);
   EXPECT_EQ(to_string(kimi_k3.layers[1].spec),
-            "recurrent q96 v96 k128 v128 sigmoid channel_gate gate_min=-5 delta sigmoid_beta qk_norm bf16 state f32 v_first");
+            "recurrent q96 v96 k128 v128 sigmoid channel_gate gate_min=-5 delta sigmoid_beta qk_norm out_sigmoid norm_before_gate "
+            "norm_eps=1e-05 conv_qkv bf16 state f32 v_first");
 }
 
 TEST(MlaFamilies, BailingHybridsHaveKdaOrLightningAttention) {
@@ -129,8 +130,9 @@ TEST(MlaFamilies, BailingHybridsHaveKdaOrLightningAttention) {
     return parse_model_config(mla_config(R"("v_head_dim": 64, "layer_group_size": 3)" + more, "bailing_hybrid"));
   };
   const ModelSpec kda = config(R"(, "short_conv_kernel_size": 4, "kda_lower_bound": -4)");
-  EXPECT_EQ(mla_pattern(kda), "crcrm");
-  EXPECT_EQ(to_string(kda.layers[0].spec), "short_conv d1536 w4 bf16 plain silu");
+  EXPECT_EQ(mla_pattern(kda), "rrm");
+  EXPECT_EQ(std::get<RecurrentSpec>(kda.layers[0].spec).conv_width, 4);
+  EXPECT_EQ(std::get<RecurrentSpec>(kda.layers[0].spec).norm_eps, 1e-6f);
   const auto& bounded = std::get<RecurrentSpec>(kda.layers[1].spec);
   EXPECT_EQ(bounded.gate, RecurrentGate::sigmoid);
   EXPECT_EQ(bounded.gate_min, -4.f);
@@ -139,7 +141,8 @@ TEST(MlaFamilies, BailingHybridsHaveKdaOrLightningAttention) {
   EXPECT_EQ(std::get<RecurrentSpec>(config(R"(, "kda_safe_gate": false)").layers[1].spec).gate, RecurrentGate::softplus);
   const ModelSpec lightning = config("");
   EXPECT_EQ(mla_pattern(lightning), "rrm");
-  EXPECT_EQ(to_string(lightning.layers[0].spec), "recurrent q8 v8 k64 v64 fixed bf16 state f32 v_first");
+  EXPECT_EQ(to_string(lightning.layers[0].spec),
+            "recurrent q8 v8 k64 v64 fixed out_sigmoid norm_before_gate norm_groups=1 bf16 state f32 v_first");
   EXPECT_EQ(test::error_code([&] { config(R"(, "kda_lower_bound": 1)"); }), "model.field.range");
 }
 

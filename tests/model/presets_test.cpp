@@ -6,6 +6,7 @@
 
 #include "expect_error.h"
 #include "imbrex/model.h"
+#include "recurrent/conv_plan.h"
 
 namespace imbrex {
 namespace {
@@ -106,30 +107,36 @@ std::vector<int> every(int interval, int count) {
   return layers;
 }
 const RecurrentFacts kRecurrentFacts[] = {
-    {"qwen3-next-80b-a3b", 2048, 48, every(4, 12), "recurrent q16 v32 k128 v128 softplus delta sigmoid_beta qk_norm bf16 state f32 v_first",
-     8192, false, 24576, int64_t(36) * 32 * 128 * 128 * 4, 36},
-    {"qwen3.5-397b-a17b", 4096, 60, every(4, 15), "recurrent q16 v64 k128 v128 softplus delta sigmoid_beta qk_norm bf16 state f32 v_first",
-     12288, false, 30720, int64_t(45) * 64 * 128 * 128 * 4, 45},
+    {"qwen3-next-80b-a3b", 2048, 48, every(4, 12),
+     "recurrent q16 v32 k128 v128 softplus delta sigmoid_beta qk_norm out_silu norm_before_gate conv_qkv bf16 state f32 v_first", 8192,
+     false, 24576, int64_t(36) * 32 * 128 * 128 * 4, 36},
+    {"qwen3.5-397b-a17b", 4096, 60, every(4, 15),
+     "recurrent q16 v64 k128 v128 softplus delta sigmoid_beta qk_norm out_silu norm_before_gate conv_qkv bf16 state f32 v_first", 12288,
+     false, 30720, int64_t(45) * 64 * 128 * 128 * 4, 45},
     {"kimi-linear-48b-a3b",
      2304,
      27,
      {3, 7, 11, 15, 19, 23, 26},
-     "recurrent q32 v32 k128 v128 softplus channel_gate delta sigmoid_beta qk_norm bf16 state f32 v_first",
+     "recurrent q32 v32 k128 v128 softplus channel_gate delta sigmoid_beta qk_norm out_sigmoid norm_before_gate norm_eps=1e-05 conv_qkv "
+     "bf16 state f32 v_first",
      12288,
      false,
      8064,
      int64_t(20) * 32 * 128 * 128 * 4,
      20},
-    {"minimax-01", 6144, 80, every(8, 10), "recurrent q64 v64 k128 v128 fixed scale=1 bf16 state f32 v_first", 0, false, 40960,
+    {"minimax-01", 6144, 80, every(8, 10),
+     "recurrent q64 v64 k128 v128 fixed scale=1 out_sigmoid norm_before_gate norm_groups=1 bf16 state f32 v_first", 0, false, 40960,
      int64_t(70) * 64 * 128 * 128 * 4},
-    {"minimax-m1", 6144, 80, every(8, 10), "recurrent q64 v64 k128 v128 fixed scale=1 bf16 state f32 v_first", 0, false, 40960,
+    {"minimax-m1", 6144, 80, every(8, 10),
+     "recurrent q64 v64 k128 v128 fixed scale=1 out_sigmoid norm_before_gate norm_groups=1 bf16 state f32 v_first", 0, false, 40960,
      int64_t(70) * 64 * 128 * 128 * 4},
     // Of 52 layers 23 are experts alone.
     {"nemotron-3-nano-30b-a3b",
      2688,
      52,
      {5, 12, 19, 26, 33, 42},
-     "recurrent q8 v64 k128 v64 softplus gate_min=0.001 scaled_values skip scale=1 bf16 state f32 v_first",
+     "recurrent q8 v64 k128 v64 softplus gate_min=0.001 scaled_values skip scale=1 out_silu norm_after_gate norm_groups=8 norm_eps=1e-05 "
+     "conv_vkq conv_bias bf16 state f32 v_first",
      6144,
      true,
      6144,
@@ -140,7 +147,8 @@ const RecurrentFacts kRecurrentFacts[] = {
      4096,
      52,
      {7, 18, 29, 40},
-     "recurrent q8 v128 k128 v64 softplus gate_min=0.001 scaled_values skip scale=1 bf16 state f32 v_first",
+     "recurrent q8 v128 k128 v64 softplus gate_min=0.001 scaled_values skip scale=1 out_silu norm_after_gate norm_groups=8 norm_eps=1e-05 "
+     "conv_vkq conv_bias bf16 state f32 v_first",
      10240,
      true,
      16384,
@@ -150,7 +158,8 @@ const RecurrentFacts kRecurrentFacts[] = {
      4096,
      40,
      {5, 15, 25, 35},
-     "recurrent q1 v128 k128 v64 softplus scaled_values skip scale=1 bf16 state f32 v_first",
+     "recurrent q1 v128 k128 v64 softplus scaled_values skip scale=1 out_silu norm_after_gate norm_groups=1 norm_eps=1e-05 conv_vkq "
+     "conv_bias bf16 state f32 v_first",
      8448,
      true,
      16384,
@@ -160,7 +169,7 @@ const RecurrentFacts kRecurrentFacts[] = {
      4096,
      64,
      {},
-     "recurrent q1 v8192 k16 v1 softplus channel_rates scaled_values skip scale=1 bf16 state f32 v_first",
+     "recurrent q1 v8192 k16 v1 softplus channel_rates scaled_values skip scale=1 out_silu bf16 state f32 v_first",
      8192,
      true,
      0,
@@ -170,7 +179,7 @@ const RecurrentFacts kRecurrentFacts[] = {
      4096,
      32,
      {4, 12, 20, 28},
-     "recurrent q1 v8192 k16 v1 softplus channel_rates scaled_values skip scale=1 bf16 state f32 v_first",
+     "recurrent q1 v8192 k16 v1 softplus channel_rates scaled_values skip scale=1 out_silu bf16 state f32 v_first",
      8192,
      true,
      16384,
@@ -181,13 +190,15 @@ const RecurrentFacts kRecurrentFacts[] = {
      3584,
      81,
      {6, 11, 17, 23, 29, 35, 41, 47, 53, 59, 65, 71, 77},
-     "recurrent q2 v112 k64 v64 softplus gate_min=0.001 scaled_values skip scale=1 bf16 state f32 v_first",
+     "recurrent q2 v112 k64 v64 softplus gate_min=0.001 scaled_values skip scale=1 out_silu norm_after_gate norm_groups=2 norm_eps=1e-05 "
+     "conv_vkq conv_bias bf16 state f32 v_first",
      7424,
      true,
      13 * 28672,
      int64_t(81) * 112 * 64 * 64 * 4,
      81},
-    {"ring-mini-linear-2.0", 2048, 20, every(5, 4), "recurrent q16 v16 k128 v128 fixed bf16 state f32 v_first", 0, false, 4 * 4 * 256 * 2,
+    {"ring-mini-linear-2.0", 2048, 20, every(5, 4),
+     "recurrent q16 v16 k128 v128 fixed out_sigmoid norm_before_gate norm_groups=4 bf16 state f32 v_first", 0, false, 4 * 4 * 256 * 2,
      int64_t(16) * 16 * 128 * 128 * 4},
 };
 
@@ -293,17 +304,21 @@ TEST(Presets, RecurrentOnesMatchTheFacts) {
     EXPECT_EQ(model.num_layers, facts.layers);
     EXPECT_EQ(model.hidden_size, facts.hidden);
     std::vector<int> attention, recurrent, convs;
+    const auto see_conv = [&](const ShortConvSpec& conv, int number) {
+      EXPECT_EQ(conv, (ShortConvSpec{.dim = facts.channels,
+                                     .width = 4,
+                                     .bias = facts.bias,
+                                     .dtype = DType::bf16,
+                                     .form = ShortConvForm::plain,
+                                     .activation = ShortConvActivation::silu}));
+      convs.push_back(number);
+    };
     for (const ModelLayer& layer : model.layers) {
       if (const auto* const conv = std::get_if<ShortConvSpec>(&layer.spec)) {
-        EXPECT_EQ(*conv, (ShortConvSpec{.dim = facts.channels,
-                                        .width = 4,
-                                        .bias = facts.bias,
-                                        .dtype = DType::bf16,
-                                        .form = ShortConvForm::plain,
-                                        .activation = ShortConvActivation::silu}));
-        convs.push_back(layer.number);
-      } else if (std::holds_alternative<RecurrentSpec>(layer.spec)) {
-        EXPECT_EQ(to_string(layer.spec), facts.recurrent);
+        see_conv(*conv, layer.number);
+      } else if (const auto* const spec = std::get_if<RecurrentSpec>(&layer.spec)) {
+        EXPECT_EQ(spec->str(), facts.recurrent);
+        if (spec->conv != RecurrentConv::none) see_conv(conv_of(*spec), layer.number);
         recurrent.push_back(layer.number);
       } else {
         attention.push_back(layer.number);

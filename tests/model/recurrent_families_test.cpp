@@ -1,4 +1,5 @@
 // Models with recurrent layers: how their config.json is read, by which names, with which defaults, and what is refused.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -6,6 +7,7 @@
 
 #include "expect_error.h"
 #include "imbrex/model.h"
+#include "recurrent/conv_plan.h"
 
 namespace imbrex {
 namespace {
@@ -22,7 +24,7 @@ std::string recurrent_refusal(std::string_view type, std::string_view more, int 
   return test::error_code([&] { parse(type, more, layers); });
 }
 
-// "r" for a recurrent layer, "c" for the convolution in front of one, "a" for attention.
+// "r" for a recurrent layer, "c" for a convolution in front of one that is a layer of its own, "a" for attention.
 std::string pattern_of_all(const ModelSpec& model) {
   std::string text;
   for (const ModelLayer& layer : model.layers)
@@ -48,9 +50,12 @@ const ModelLayer& mixer(const ModelSpec& model, size_t index) {
   throw std::out_of_range(model.name);
 }
 const RecurrentSpec& recurrent(const ModelSpec& model, size_t index = 0) { return std::get<RecurrentSpec>(mixer(model, index).spec); }
-std::string conv(const ModelSpec& model) {  // str() of the first
-  for (const ModelLayer& layer : model.layers)
+std::string conv(const ModelSpec& model) {  // str() of the first, a layer or a part of one
+  for (const ModelLayer& layer : model.layers) {
     if (std::holds_alternative<ShortConvSpec>(layer.spec)) return to_string(layer.spec);
+    const auto* const spec = std::get_if<RecurrentSpec>(&layer.spec);
+    if (spec != nullptr && spec->conv != RecurrentConv::none) return conv_of(*spec).str();
+  }
   return "none";
 }
 bool has_note(const ModelSpec& model, std::string_view text) {
@@ -65,9 +70,11 @@ TEST(RecurrentFamilies, Qwen3NextAndQwen35) {
                                 9);
   EXPECT_EQ(recurrent_pattern(model), "rrrarrrar") << "every fourth attends, the class default";
   EXPECT_TRUE(has_note(model, "full_attention_interval absent: the class default 4"));
-  EXPECT_EQ(recurrent(model).str(), "recurrent q2 v4 k32 v64 softplus delta sigmoid_beta qk_norm bf16 state f32 v_first");
+  EXPECT_EQ(
+      recurrent(model).str(),
+      "recurrent q2 v4 k32 v64 softplus delta sigmoid_beta qk_norm out_silu norm_before_gate conv_qkv conv_width=3 bf16 state f32 v_first");
   EXPECT_EQ(mixer(model, 3).attention().head_dim_qk, 64);
-  EXPECT_EQ(pattern_of_all(model), "crcrcracrcrcracr");
+  EXPECT_EQ(pattern_of_all(model), "rrrarrrar");
   EXPECT_EQ(conv(model), "short_conv d384 w3 bf16 plain silu") << "q, k and v together";
   EXPECT_EQ(model.num_layers, 9);
   EXPECT_EQ(recurrent_pattern(parse("qwen3_next", R"("full_attention_interval": 2)")), "rara");
@@ -142,8 +149,10 @@ TEST(RecurrentFamilies, GraniteHasAScaleOfItsOwn) {
       "mamba", "mamba"])"));
   EXPECT_EQ(recurrent_pattern(model), "rarr");
   EXPECT_EQ(mixer(model, 1).attention().scale(), 0.015625f);
-  EXPECT_EQ(recurrent(model).str(), "recurrent q2 v16 k32 v64 softplus scaled_values skip scale=1 bf16 state f32 v_first");
-  EXPECT_EQ(parse("granitemoehybrid", mamba2(R"("layer_types": ["mamba", "attention", "mamba", "mamba"])")).layers[2].attention().scale(),
+  EXPECT_EQ(recurrent(model).str(),
+            "recurrent q2 v16 k32 v64 softplus scaled_values skip scale=1 out_silu norm_after_gate norm_groups=2 conv_vkq conv_bias bf16 "
+            "state f32 v_first");
+  EXPECT_EQ(parse("granitemoehybrid", mamba2(R"("layer_types": ["mamba", "attention", "mamba", "mamba"])")).layers[1].attention().scale(),
             1.f)
       << "the class default";
   EXPECT_TRUE(has_note(parse("granitemoehybrid", kMamba2), "layer_types absent: no layer attends, the class default"));
@@ -189,7 +198,7 @@ TEST(RecurrentFamilies, FalconH1HasBothInEachLayer) {
       "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "key_multiplier": 0.5)",
                                 2);
   EXPECT_EQ(recurrent_pattern(model), "arar");
-  EXPECT_EQ(pattern_of_all(model), "acracr");
+  EXPECT_EQ(pattern_of_all(model), "arar");
   EXPECT_EQ(mixer(model, 2).name, "decoder.1.attention");
   EXPECT_EQ(mixer(model, 3).name, "decoder.1.recurrent");
   EXPECT_EQ(conv(model), "short_conv d768 w4 bf16 bias plain silu");
@@ -220,8 +229,7 @@ TEST(RecurrentFamilies, Zamba2AttendsOverTwiceTheHiddenSize) {
   EXPECT_EQ(conv(parse("zamba2", mamba + R"("use_conv_bias": false, "hidden_act": "gelu", "hybrid_layer_ids": [2])")), conv(model))
       << "its code reads neither of the two";
   EXPECT_EQ(recurrent_pattern(parse("zamba2", mamba + R"("hybrid_layer_ids": [2])")), "rrarr");
-  EXPECT_EQ(parse("zamba2", mamba + R"("attention_head_dim": 128)", 54).layers.size(), 54u + 54 + 9)
-      << "the class default has 9 hybrid layers";
+  EXPECT_EQ(parse("zamba2", mamba + R"("attention_head_dim": 128)", 54).layers.size(), 54u + 9) << "the class default has 9 hybrid layers";
   EXPECT_EQ(recurrent_refusal("zamba2", mamba + R"("attention_head_dim": 64, "hybrid_layer_ids": [2])"), "model.field.conflict");
   EXPECT_EQ(recurrent_refusal("zamba2", mamba + R"("use_mem_rope": false)"), "model.field.missing");
 }
@@ -231,7 +239,9 @@ TEST(RecurrentFamilies, Mamba1) {
       "mamba_d_conv": 4)",
                                 5);
   EXPECT_EQ(recurrent_pattern(jamba), "rarra");
-  EXPECT_EQ(recurrent(jamba).str(), "recurrent q1 v1024 k8 v1 softplus channel_rates scaled_values skip scale=1 bf16 state f32 v_first");
+  EXPECT_EQ(recurrent(jamba).str(),
+            "recurrent q1 v1024 k8 v1 softplus channel_rates scaled_values skip scale=1 out_silu bf16 state f32 v_first");
+  EXPECT_EQ(pattern_of_all(jamba), "cracrcra");
   EXPECT_EQ(conv(jamba), "short_conv d1024 w4 bf16 bias plain silu") << "x alone";
   EXPECT_EQ(recurrent_refusal("jamba", R"("attn_layer_period": 3, "attn_layer_offset": 3, "mamba_d_state": 8, "mamba_expand": 2)"),
             "model.field.attn_layers");
@@ -244,7 +254,9 @@ TEST(RecurrentFamilies, Mamba1) {
   EXPECT_EQ(recurrent_refusal("mamba", R"("state_size": 16, "expand": 64, "hidden_size": 65536)"), "model.json.duplicate");
   const ModelSpec second = parse("mamba2", R"("num_heads": 16, "head_dim": 64, "state_size": 128, "n_groups": 8, "expand": 2,
       "time_step_limit": [0.0, Infinity])");
-  EXPECT_EQ(recurrent(second).str(), "recurrent q8 v16 k128 v64 softplus scaled_values skip scale=1 bf16 state f32 v_first");
+  EXPECT_EQ(recurrent(second).str(),
+            "recurrent q8 v16 k128 v64 softplus scaled_values skip scale=1 out_silu norm_after_gate norm_groups=8 norm_eps=1e-05 conv_vkq "
+            "conv_bias bf16 state f32 v_first");
   EXPECT_EQ(recurrent_refusal("mamba2", R"("num_heads": 16, "head_dim": 32, "state_size": 128, "n_groups": 8, "expand": 2)"),
             "model.field.conflict");
 }
@@ -253,7 +265,8 @@ TEST(RecurrentFamilies, LightningAttention) {
   const ModelSpec model = parse("minimax_text_01", R"("head_dim": 32, "attn_type_list": [0, 0, 1, 0])");
   EXPECT_EQ(recurrent_pattern(model), "rrar");
   EXPECT_EQ(conv(model), "none");
-  EXPECT_EQ(recurrent(model).str(), "recurrent q8 v8 k32 v32 fixed scale=1 bf16 state f32 v_first");
+  EXPECT_EQ(recurrent(model).str(),
+            "recurrent q8 v8 k32 v32 fixed scale=1 out_sigmoid norm_before_gate norm_groups=1 bf16 state f32 v_first");
   EXPECT_TRUE(has_note(model, "the slopes depend on the head and on the layer's index"));
   EXPECT_EQ(
       recurrent_pattern(parse("minimax", R"("layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"])")),
@@ -285,33 +298,64 @@ TEST(RecurrentFamilies, ConvolutionsThatAreNotRun) {
 
 TEST(RecurrentFamilies, StatesAreGroupsBesidePages) {
   const ModelSpec model = load_model("nemotron-3-nano-30b-a3b");
-  ASSERT_EQ(model.cache_groups.size(), 3u);
-  EXPECT_EQ(model.cache_groups[0].name, "short_conv");
+  ASSERT_EQ(model.cache_groups.size(), 2u);
+  EXPECT_EQ(model.cache_groups[0].name, "recurrent");
   EXPECT_EQ(model.cache_groups[0].layers.size(), 23u);
-  EXPECT_EQ(model.cache_groups[0].bytes_per_slot, 23 * 3 * 6144 * 2);
-  EXPECT_EQ(model.cache_groups[1].name, "recurrent");
-  EXPECT_EQ(model.cache_groups[1].layers.size(), 23u);
-  EXPECT_EQ(model.cache_groups[2].name, "full");
-  EXPECT_EQ(model.cache_groups[2].layers.size(), 6u);
-  EXPECT_EQ(model.str().find("nemotron-3-nano-30b-a3b (nemotron_h): 52 layers (23 short_conv, 23 recurrent, 6 attention), hidden 2688, "
+  EXPECT_EQ(model.cache_groups[0].bytes_per_slot, 23 * (3 * 6144 * 2 + int64_t(64) * 64 * 128 * 4)) << "two states in a slot";
+  EXPECT_EQ(model.cache_groups[1].name, "full");
+  EXPECT_EQ(model.cache_groups[1].layers.size(), 6u);
+  EXPECT_EQ(model.str().find("nemotron-3-nano-30b-a3b (nemotron_h): 52 layers (23 recurrent, 6 attention), hidden 2688, "
                              "KV 6144 B/token, states 49082368 B/request"),
             0u)
       << model.str();
+}
+
+// The norm of outputs, its groups and its epsilon, and the gate.
+TEST(RecurrentFamilies, NormsAndGatesOfOutputs) {
+  const auto outputs = [](std::string_view type, const std::string& more) {
+    const RecurrentSpec spec = recurrent(parse(type, more, type == "zamba2" ? 54 : 4), type == "falcon_h1" ? 1 : 0);
+    return fmt::format("{} {} {} {:g}", to_string(spec.out_norm), to_string(spec.out_gate), spec.norm_groups, spec.norm_eps);
+  };
+  EXPECT_EQ(outputs("qwen3_next", ""), "before_gate silu 0 1e-06");
+  EXPECT_EQ(outputs("qwen3_next", R"("rms_norm_eps": 1e-5)"), "before_gate silu 0 1e-05");
+  EXPECT_EQ(outputs("nemotron_h", nemotron(R"("hybrid_override_pattern": "MMMM")")), "after_gate silu 2 1e-05");
+  EXPECT_EQ(outputs("nemotron_h", nemotron(R"("hybrid_override_pattern": "MMMM", "layer_norm_epsilon": 1e-4)")),
+            "after_gate silu 2 0.0001");
+  EXPECT_EQ(outputs("granitemoehybrid", mamba2(R"("rms_norm_eps": 1e-4)")), "after_gate silu 2 0.0001");
+  EXPECT_EQ(outputs("granitemoehybrid", std::string(kMamba2)), "after_gate silu 2 1e-06");
+  EXPECT_EQ(outputs("bamba", std::string(kMamba2)), "after_gate silu 2 1e-05");
+  EXPECT_EQ(outputs("zamba2", R"("n_mamba_heads": 16, "mamba_d_state": 64, "mamba_ngroups": 2, "mamba_expand": 2, "rms_norm_eps": 0.1)"),
+            "after_gate silu 2 1e-05")
+      << "its code has a number of its own";
+  const auto falcon = [&](const char* more) {
+    return outputs("falcon_h1", R"("mamba_n_heads": 4, "mamba_d_ssm": 256, "mamba_d_state": 64, "mamba_n_groups": 2)" + std::string(more));
+  };
+  EXPECT_EQ(falcon(""), "none silu 0 1e-06");
+  EXPECT_EQ(falcon(R"(, "mamba_rms_norm": true)"), "before_gate silu 2 1e-05");
+  EXPECT_EQ(falcon(R"(, "mamba_rms_norm": true, "mamba_norm_before_gate": false)"), "after_gate silu 2 1e-05");
+  EXPECT_EQ(outputs("jamba", R"("mamba_d_state": 8, "mamba_expand": 2)"), "none silu 0 1e-06");
+  EXPECT_EQ(outputs("falcon_mamba", R"("state_size": 16, "expand": 2)"), "none silu 0 1e-06");
+  EXPECT_EQ(outputs("minimax_m1", R"("attn_type_list": [0, 0, 0, 0])"), "before_gate sigmoid 1 1e-06");
+  EXPECT_TRUE(has_note(parse("minimax_m1", R"("attn_type_list": [0, 0, 0, 0])"), "the epsilon 1e-6, as in transformers"));
+  EXPECT_EQ(outputs("bailing_moe_linear", R"("layer_group_size": 2, "group_norm_size": 4, "rms_norm_eps": 1e-5)"),
+            "before_gate sigmoid 4 1e-05");
+  EXPECT_EQ(recurrent_refusal("bailing_moe_linear", R"("layer_group_size": 2, "group_norm_size": 3)"), "model.field.heads.indivisible");
+  EXPECT_EQ(recurrent_refusal("qwen3_next", R"("rms_norm_eps": 0)"), "model.field.zero");
+  EXPECT_EQ(recurrent_refusal("falcon_h1", R"("mamba_n_heads": 4, "mamba_d_ssm": 256, "mamba_d_state": 64, "mamba_n_groups": 2,
+      "mamba_rms_norm": 1)"),
+            "model.field.type");
 }
 
 // Rows of a convolution's state have the type of the activations, those of a recurrence do not; and drafts need more of both.
 TEST(RecurrentFamilies, StatesFollowTheDeployment) {
   ModelSpec model = load_model("qwen3-next-80b-a3b").with_kv(DType::f32, DType::f32, KvFormat::strided, 16);
   EXPECT_EQ(conv(model), "short_conv d8192 w4 f32 plain silu");
-  EXPECT_EQ(model.cache_groups[0].bytes_per_slot, 36 * 3 * 8192 * 4);
-  EXPECT_EQ(model.cache_groups[1].bytes_per_slot, int64_t(36) * 32 * 128 * 128 * 4);
+  EXPECT_EQ(model.cache_groups[0].bytes_per_slot, 36 * (3 * 8192 * 4 + int64_t(32) * 128 * 128 * 4));
   for (ModelLayer& layer : model.layers) {
-    if (auto* const of_conv = std::get_if<ShortConvSpec>(&layer.spec)) of_conv->num_drafts = 2;
     if (auto* const of_recurrence = std::get_if<RecurrentSpec>(&layer.spec)) of_recurrence->num_drafts = 2;
   }
   const ModelSpec drafting = model.with_kv(DType::bf16, DType::bf16, KvFormat::strided, 16);
-  EXPECT_EQ(drafting.cache_groups[0].bytes_per_slot, 36 * (3 + 2) * 8192 * 2);
-  EXPECT_EQ(drafting.cache_groups[1].bytes_per_slot, int64_t(36) * (1 + 2) * 32 * 128 * 128 * 4);
+  EXPECT_EQ(drafting.cache_groups[0].bytes_per_slot, 36 * ((3 + 2) * 8192 * 2 + int64_t(1 + 2) * 32 * 128 * 128 * 4));
 }
 
 // What users see are the numbers of the model.
@@ -319,8 +363,9 @@ TEST(RecurrentFamilies, LayersAreCountedAsTheModelDoes) {
   const auto numbers = [](const ModelSpec& model, size_t kind) { return model.numbers_of(model.kinds()[kind].layers); };
   const ModelSpec nemotron_model = load_model("nemotron-3-nano-30b-a3b");
   EXPECT_EQ(nemotron_model.num_layers, 52) << "the last is an expert layer";
-  EXPECT_EQ(numbers(nemotron_model, 2), (std::vector<int>{5, 12, 19, 26, 33, 42}));
-  EXPECT_EQ(numbers(nemotron_model, 0), numbers(nemotron_model, 1)) << "convolutions and recurrences";
+  EXPECT_EQ(numbers(nemotron_model, 1), (std::vector<int>{5, 12, 19, 26, 33, 42}));
+  const ModelSpec jamba = load_model("jamba-v0.1");
+  EXPECT_EQ(numbers(jamba, 0), numbers(jamba, 1)) << "convolutions and recurrences";
   const ModelSpec longcat = load_model("longcat-flash");
   EXPECT_EQ(longcat.num_layers, 28);
   EXPECT_EQ(numbers(longcat, 0).size(), 28u) << "two layers of attention are one of the model";

@@ -126,13 +126,18 @@ def falcon_mamba(folder):
     config = m.FalconMambaConfig(hidden_size=HIDDEN, state_size=16, intermediate_size=40, time_step_rank=8, num_hidden_layers=1)
     m.FalconMambaMixer.init_falcon_mamba_weights = lambda _: None  # in 5.24.0 it asks for norms that are made later
     layer = random_module(m.FalconMambaMixer(config, 0))
+    save(folder, "falcon_mamba", **mamba1_tensors(layer, lambda: captured(m, "mamba_selective_scan", lambda: layer(hidden()), {"return_last_state": True, "z": None})))
+
+
+def mamba1_tensors(layer, call):
+    """What a scan of Mamba1 in its modeling file was given and returned, with the gate behind it. `call` runs the layer with the scan captured."""
     finished = []
     layer.out_proj.register_forward_pre_hook(lambda _, args: finished.append(args[0]))
-    kept = captured(m, "mamba_selective_scan", lambda: layer(hidden()), {"return_last_state": True, "z": None})
+    kept = call()
     u, dt, _, b, c = (a[0] for a in kept["args"][:5])
-    z, finished = kept["kwargs"]["z"][0].T[:, :, None], finished[0][0][:, :, None]
-    save(folder, "falcon_mamba", q=c.T[:, None], k=b.T[:, None], v=u.T[:, :, None], gate=dt.T, rates=layer.A_log, gate_bias=layer.dt_proj.bias, skip=layer.D, out=kept["out"][0].T[:, :, None],
-         state=kept["state"][0][:, None], z=z, finished=finished)
+    z = kept["kwargs"]["z"][0].T[:, :, None]
+    return dict(q=c.T[:, None], k=b.T[:, None], v=u.T[:, :, None], gate=dt.T, rates=layer.A_log, gate_bias=layer.dt_proj.bias, skip=layer.D, out=kept["out"][0].T[:, :, None],
+                state=kept["state"][0][:, None], z=z, finished=finished[0][0][:, :, None])
 
 
 def minimax(folder):
@@ -150,7 +155,35 @@ def minimax(folder):
          z=gate[0][0].view(TOKENS, 4, 16), norm_weight=layer.norm.weight.view(4, 16), finished=finished[0][0].view(TOKENS, 4, 16))
 
 
+def jamba(folder):
+    """Its norms of B, C and the step are in front of the scan: what the scan is given has passed them."""
+    import transformers.models.jamba.modeling_jamba as m
+
+    config = m.JambaConfig(hidden_size=HIDDEN, mamba_d_state=8, mamba_expand=1, mamba_dt_rank=8, num_hidden_layers=1)
+    layer = random_module(m.JambaMambaMixer(config, 0))
+    save(folder, "jamba", **mamba1_tensors(layer, lambda: captured(m, "mamba_selective_scan", lambda: layer(hidden()), {"return_last_state": True, "z": None})))
+
+
+def falcon_h1(folder):
+    """With what is convolved too: x, B and C behind the multipliers."""
+    import transformers.models.falcon_h1.modeling_falcon_h1 as m
+
+    for name, normed in (("falcon_h1", False), ("falcon_h1_norm", True)):
+        config = m.FalconH1Config(hidden_size=HIDDEN, mamba_n_heads=4, mamba_d_head=32, mamba_d_ssm=128, mamba_d_state=16, mamba_n_groups=2, mamba_chunk_size=8, mamba_rms_norm=normed,
+                                  num_hidden_layers=1, ssm_multipliers=[0.5, 0.7, 1.1, 0.9, 1.3])
+        layer = random_module(m.FalconH1Mixer(config, 0))
+        layer.mup_vector = m.compute_mup_vector(config)  # which the model sets
+        projected, finished = output_of(layer.in_proj), []
+        layer.out_proj.register_forward_pre_hook(lambda _, args: finished.append(args[0]))
+        kept = captured(m, "mamba2_chunk_scan", lambda: layer(hidden()), {"return_final_states": True})
+        x, dt, _, b, c = (a[0] for a in kept["args"][:5])
+        z, rows, _ = (projected[0] * layer.mup_vector)[0].split([128, 128 + 2 * 2 * 16, 4], dim=-1)
+        weight = {"norm_weight": layer.norm.weight.view(4, 32)} if normed else {}
+        save(folder, name, q=c, k=b, v=x, gate=dt, rates=layer.A_log, gate_bias=layer.dt_bias, skip=layer.D, out=kept["out"][0], state=kept["state"][0], z=z.reshape(TOKENS, 4, 32),
+             finished=finished[0][0].view(TOKENS, 4, 32), input=rows, conv_weight=layer.conv1d.weight[:, 0], conv_bias=layer.conv1d.bias, **weight)
+
+
 if __name__ == "__main__":
-    for make in (qwen3_next, kimi_linear, mamba2_models, falcon_mamba, minimax):
+    for make in (qwen3_next, kimi_linear, mamba2_models, falcon_mamba, minimax, jamba, falcon_h1):
         make(sys.argv[1])
         print("made", make.__name__)

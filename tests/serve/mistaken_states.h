@@ -11,7 +11,7 @@
 
 namespace imbrex::serve {
 
-enum class StateMistake : uint8_t { none, forgets, shares, stale, spoils };
+enum class StateMistake : uint8_t { none, forgets, shares, stale, spoils, chains, forgets_drafts };
 
 template <class Family, class Inputs, class Outputs>
 struct MistakenStates final : BackendOf<Family> {
@@ -23,20 +23,25 @@ struct MistakenStates final : BackendOf<Family> {
     std::unique_ptr<Plan> inner;
     StateMistake mistake = StateMistake::none;
     int steps = 0;
-    std::vector<int32_t> seq_lens, slots;
+    std::vector<int32_t> seq_lens, slots, sources, accepted;
     void update(const Batch& batch, Stream stream) override {
       Batch changed = batch;
       seq_lens.assign(batch.seq_lens.begin(), batch.seq_lens.end());
       slots.assign(batch.state_slots.begin(), batch.state_slots.end());
+      sources.assign(batch.source_slots.begin(), batch.source_slots.end());
       if (++steps % 5 == 0 && mistake == StateMistake::forgets) {
         for (int r = 0; r < batch.num_reqs(); ++r) seq_lens[size_t(r)] = batch.query_len(r);  // as if nothing had gone by
       } else if (steps % 5 == 0 && mistake == StateMistake::shares && slots.size() > 1) {
-        std::swap(slots[0], slots[1]);
+        std::swap(slots[0], slots[1]), std::swap(sources[0], sources[1]);
       } else if (mistake == StateMistake::stale) {
         for (int r = 0; r < batch.num_reqs(); ++r) seq_lens[size_t(r)] = batch.seq_lens[size_t(r)] + 1;  // a new one reads what was left
       }
+      if (mistake == StateMistake::chains) changed.draft_parents = {};
+      accepted.assign(batch.accepted_drafts.size(), 0);
+      if (mistake == StateMistake::forgets_drafts) changed.accepted_drafts = accepted;
       changed.seq_lens = seq_lens;
       changed.state_slots = slots;
+      changed.source_slots = sources;
       inner->update(changed, stream);
     }
     void run(const Inputs& in, const Outputs& out, Stream stream) const override {

@@ -169,6 +169,20 @@ TEST(RecurrentReplay, VerificationNoticesWrongFinalStates) {
   unregister_backend<RecurrentFamily>("mistaken");
 }
 
+// Of few outputs, those behind which nothing follows.
+TEST(RecurrentReplay, FinalStatesAreVerifiedAlone) {
+  const Trace trace = tree_trace(9, 16, 60, 8, 1);
+  const ModelSpec model = tiny_recurrent_model({"gdn", "attention"});
+  ReplayOptions options = small_options();
+  options.verify_fraction = 0, options.verify_last = 1;
+  const ReplayResult r = replay(model, trace, options);
+  const int heads = RecurrentTarget::heads_of(recurrent(model, 0));
+  EXPECT_EQ(r.verified_states, 9 * heads);
+  EXPECT_EQ(r.verified_outputs, 9 * (heads + std::get<AttentionSpec>(model.layers[1].spec).group_size()));
+  options.verify_last = 2;
+  EXPECT_EQ(test::error_code([&] { replay(model, trace, options); }), "replay.verify_fraction");
+}
+
 // States of fewer bits are rounded behind each step, which the bound has room for.
 TEST(RecurrentReplay, StatesOfFewerBits) {
   const auto half = [](RecurrentSpec& spec) { spec.state_dtype = DType::bf16; };
@@ -200,34 +214,35 @@ TEST(RecurrentReplay, RefusesLayersWhoseStatesGrow) {
   EXPECT_EQ(code("gdn", [](RecurrentSpec& s) { s.gate = RecurrentGate::log; }), "replay.recurrent.growth");
 }
 
-// Small models as their config.json says: a convolution in front of each recurrence, each with a state of its own beside the pages.
+// Small models as their config.json says: convolutions in front of their recurrences, norms and gates behind them.
 struct SmallConfig {
   const char* name;
   const char* text;
   int layers, recurrences;  // as the model counts them
+  const char* front;        // how the report names the convolution
 };
 constexpr SmallConfig kSmallConfigs[] = {
     {"qwen3_next", R"({"model_type": "qwen3_next", "dtype": "bfloat16", "hidden_size": 64, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
          "linear_key_head_dim": 16, "linear_value_head_dim": 24})",
-     4, 3},
+     4, 3, "conv_qkv"},
     {"kimi_linear", R"({"model_type": "kimi_linear", "dtype": "bfloat16", "hidden_size": 64, "num_hidden_layers": 3,
          "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
          "v_head_dim": 16, "linear_attn_config": {"num_heads": 2, "head_dim": 16, "short_conv_kernel_size": 4, "kda_layers": [1, 2],
          "full_attn_layers": [3]}})",
-     3, 2},
+     3, 2, "conv_qkv"},
     {"nemotron_h", R"({"model_type": "nemotron_h", "dtype": "bfloat16", "hidden_size": 64, "num_hidden_layers": 6,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 16,
          "ssm_state_size": 32, "n_groups": 2, "conv_kernel": 4, "hybrid_override_pattern": "ME*M-E"})",
-     6, 2},
+     6, 2, "conv_vkq"},
     {"jamba", R"({"model_type": "jamba", "dtype": "bfloat16", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
          "num_key_value_heads": 2, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_d_conv": 4,
          "mamba_expand": 2})",
-     3, 2},
+     3, 2, " plain silu"},
     {"falcon_h1", R"({"model_type": "falcon_h1", "dtype": "bfloat16", "hidden_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64,
          "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2})",
-     2, 2}};
+     2, 2, "conv_vkq"}};
 
 TEST(RecurrentReplay, ModelsHaveConvolutionsInFrontOfTheirRecurrences) {
   const Trace trace = tree_trace(10, 16, 60, 12, 1);
@@ -241,13 +256,14 @@ TEST(RecurrentReplay, ModelsHaveConvolutionsInFrontOfTheirRecurrences) {
     EXPECT_EQ(r.num_layers, config.layers);
     EXPECT_EQ(r.model_layers, config.layers);
     EXPECT_LE(r.verify_max_ratio, 1);
-    ASSERT_EQ(r.groups.size(), 3u);
+    ASSERT_EQ(r.groups.size(), config.name == std::string_view("jamba") ? 3u : 2u);
     int64_t states = 0, outputs = 0, conv_bytes = 0, recurrent_bytes = 0;  // of a request, and of a token
     for (const ModelLayer& layer : model.layers) {
       if (const auto* const conv = std::get_if<ShortConvSpec>(&layer.spec)) {
         conv_bytes += conv->state_bytes(), ++states, ++outputs;
       } else if (const auto* const spec = std::get_if<RecurrentSpec>(&layer.spec)) {
         recurrent_bytes += spec->state_bytes(), states += RecurrentTarget::heads_of(*spec), outputs += RecurrentTarget::heads_of(*spec);
+        if (spec->conv != RecurrentConv::none) recurrent_bytes += spec->conv_state_rows() * spec->conv_channels() * 2;
       } else if (const auto* const spec = std::get_if<AttentionSpec>(&layer.spec)) {
         outputs += spec->group_size();
       } else {
@@ -271,7 +287,8 @@ TEST(RecurrentReplay, ModelsHaveConvolutionsInFrontOfTheirRecurrences) {
         EXPECT_EQ(group.num_slots, 16);
       }
     }
-    EXPECT_NE(report_text(r, {}).find(" plain silu"), std::string::npos);
+    const std::string text = report_text(r, {});
+    EXPECT_NE(text.find(config.front), std::string::npos) << text;
   }
 }
 
@@ -284,11 +301,20 @@ TEST(RecurrentReplay, TheFirstLayersOfAModel) {
   const ReplayResult r = replay(model, trace, options);
   EXPECT_EQ(r.num_layers, 3);
   EXPECT_EQ(r.model_layers, 6);
-  ASSERT_EQ(r.kinds.size(), 3u);
+  ASSERT_EQ(r.kinds.size(), 2u);
   EXPECT_EQ(r.kinds[0].layers, (std::vector<int>{0}));
-  EXPECT_EQ(r.kinds[1].layers, (std::vector<int>{0}));
-  EXPECT_EQ(r.kinds[2].layers, (std::vector<int>{2}));
-  options.num_layers = 7;
+  EXPECT_EQ(r.kinds[1].layers, (std::vector<int>{2}));
+  options.num_layers = 0, options.layers_of_kind = 1;
+  const ReplayResult first = replay(model, trace, options);
+  EXPECT_EQ(first.num_layers, 2);
+  ASSERT_EQ(first.kinds.size(), 2u);
+  EXPECT_EQ(first.kinds[0].layers, (std::vector<int>{0}));
+  EXPECT_EQ(first.kinds[1].layers, (std::vector<int>{2}));
+  options.layers_of_kind = 9;
+  EXPECT_EQ(replay(model, trace, options).num_layers, 3) << "those that have a cache or a state";
+  options.layers_of_kind = -1;
+  EXPECT_EQ(test::error_code([&] { replay(model, trace, options); }), "replay.num_layers");
+  options.num_layers = 7, options.layers_of_kind = 0;
   EXPECT_EQ(test::error_code([&] { replay(model, trace, options); }), "replay.num_layers.model");
   ModelSpec late = model;
   std::erase_if(late.layers, [](const ModelLayer& layer) { return layer.number == 0; });

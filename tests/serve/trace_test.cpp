@@ -173,6 +173,29 @@ TEST(Trace, FilesThatCannotBeRead) {
   std::filesystem::remove(path);
 }
 
+// Requests share what they shared, and have what is left of their tokens.
+TEST(Trace, LengthsCanBeDivided) {
+  Trace trace;
+  trace.source = "t", trace.prefix_block = 512;
+  trace.requests = {{.input_length = 1025, .output_length = 1, .prefix_ids = {1, 2, 3}},
+                    {.input_length = 512, .output_length = 33, .prefix_ids = {1}}};
+  shrink(trace, 1);
+  EXPECT_EQ(trace.source, "t");
+  EXPECT_EQ(trace.requests[0].input_length, 1025);
+  EXPECT_EQ(test::error_code([&] { shrink(trace, 3); }), "trace.shrink");
+  EXPECT_EQ(test::error_code([&] { shrink(trace, 0); }), "trace.shrink");
+  shrink(trace, 16);
+  EXPECT_EQ(trace.source, "t with lengths divided by 16");
+  EXPECT_EQ(trace.prefix_block, 32);
+  EXPECT_EQ(trace.requests[0].input_length, 65) << "a token of the third block is left";
+  EXPECT_EQ(trace.requests[0].output_length, 1);
+  EXPECT_EQ(trace.requests[1].input_length, 32);
+  EXPECT_EQ(trace.requests[1].output_length, 3);
+  trace.prefix_block = 0;
+  shrink(trace, 7);
+  EXPECT_EQ(trace.requests[0].input_length, 10);
+}
+
 // A cheap stand-in for the fuzz target, so that every test run has some of it.
 TEST(Trace, DamagedFilesGiveErrorsOnly) {
   std::mt19937_64 rng(7);

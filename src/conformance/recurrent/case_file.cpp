@@ -37,7 +37,7 @@ Enum recurrent_name(const std::string& text, std::string_view key, std::initiali
 
 // Of files that have it: most layers have none.
 template <class Enum>
-void read_output_stage(CaseFields& from, const SpecField& field, Enum& value, std::initializer_list<Enum> values) {
+void read_optional_name(CaseFields& from, const SpecField& field, Enum& value, std::initializer_list<Enum> values) {
   if (from.has(field.key.data())) value = recurrent_name(from.text(field.key.data()), field.key, values);
 }
 
@@ -49,11 +49,11 @@ void read_recurrent_field(CaseFields& from, const SpecField& field, Value& value
   else if constexpr (std::is_same_v<Value, StateLayout>)
     value = recurrent_name(from.text(field.key.data()), field.key, {StateLayout::k_first, StateLayout::v_first});
   else if constexpr (std::is_same_v<Value, RecurrentConv>)
-    return;  // files have what a convolution has made
+    read_optional_name(from, field, value, {RecurrentConv::none, RecurrentConv::qkv, RecurrentConv::vkq});
   else if constexpr (std::is_same_v<Value, OutputGate>)
-    read_output_stage(from, field, value, {OutputGate::none, OutputGate::silu, OutputGate::sigmoid});
+    read_optional_name(from, field, value, {OutputGate::none, OutputGate::silu, OutputGate::sigmoid});
   else if constexpr (std::is_same_v<Value, OutputNorm>)
-    read_output_stage(from, field, value, {OutputNorm::none, OutputNorm::before_gate, OutputNorm::after_gate});
+    read_optional_name(from, field, value, {OutputNorm::none, OutputNorm::before_gate, OutputNorm::after_gate});
   else
     read_field(from, field, every_recurrent_layer_has(field), value);
 }
@@ -102,6 +102,22 @@ void clear_other_rows(const RecurrentCaseInputs& in, size_t row_bytes, char* sta
       if (!kept(in.requests[r], row)) std::memset(state + (r * size_t(in.spec.state_rows()) + size_t(row)) * row_bytes, 0, row_bytes);
 }
 
+// The same of the rows that the convolution keeps; what a request without tokens keeps is what it had.
+void clear_other_conv_rows(RecurrentCaseInputs& in, HostTensor& after) {
+  const ShortConvCaseInputs conv = in.conv();
+  const auto row_bytes = size_t(in.spec.conv_channels() * size_of(in.spec.dtype));
+  for (size_t r = 0; r < in.requests.size(); ++r)
+    for (int row = 0; row < in.spec.conv_state_rows(); ++row) {
+      const size_t at = (r * size_t(in.spec.conv_state_rows()) + size_t(row)) * row_bytes;
+      const auto holds = [row](const ShortConvCaseInputs::Rows& rows) { return rows.begin <= row && row < rows.end; };
+      if (!holds(conv.past_rows(r))) std::memset(in.conv_state.bytes.data() + at, 0, row_bytes);
+      if (in.requests[r].q_len == 0)
+        std::memcpy(after.bytes.data() + at, in.conv_state.bytes.data() + at, row_bytes);
+      else if (!holds(conv.written_rows(r)))
+        std::memset(after.bytes.data() + at, 0, row_bytes);
+    }
+}
+
 struct RecurrentVariant {
   std::string name;
   RecurrentRunOptions options;
@@ -127,6 +143,7 @@ RecurrentExpected expected_of(const RecurrentCaseFile& file, int chunk, bool pro
   RecurrentExpected expected = expect(file.inputs, chunk, products);
   expected.out.assign(file.out.begin(), file.out.end());
   expected.state.assign(file.state_out.begin(), file.state_out.end());
+  expected.conv_state = file.conv_state_out;
   return expected;
 }
 
@@ -149,9 +166,20 @@ RecurrentCaseFile parse_recurrent_case(const Safetensors& file) {
   const auto parameter = [&](bool wanted, const char* name, bool of_channels) {
     return of_channels ? tensors.take_if(wanted, name, DType::f32, {v_heads, k}) : tensors.take_if(wanted, name, DType::f32, {v_heads});
   };
-  in.q = tensors.take("q", {spec.dtype}, {tokens, k_heads, k});
-  in.k = tensors.take("k", {spec.dtype}, {tokens, k_heads, k});
-  in.v = tensors.take("v", {spec.dtype}, {tokens, v_heads, v});
+  if (in.has_conv()) {
+    const int64_t channels = spec.conv_channels();
+    const auto conv_state = [&](const char* name) { return tensors.take(name, {spec.dtype}, {count, spec.conv_state_rows(), channels}); };
+    in.input = tensors.take("input", {spec.dtype}, {tokens, channels});
+    in.input.sizes = {tokens, 1, channels};
+    in.conv_weight = tensors.take("conv_weight", {spec.dtype}, {channels, spec.conv_width});
+    in.conv_bias = tensors.take_if(spec.conv_bias, "conv_bias", spec.dtype, {channels});
+    in.conv_state = conv_state("conv_state"), c.conv_state_out = conv_state("conv_state_out");
+    clear_other_conv_rows(in, c.conv_state_out);
+  } else {
+    in.q = tensors.take("q", {spec.dtype}, {tokens, k_heads, k});
+    in.k = tensors.take("k", {spec.dtype}, {tokens, k_heads, k});
+    in.v = tensors.take("v", {spec.dtype}, {tokens, v_heads, v});
+  }
   in.gate = of_tokens(spec.gate != RecurrentGate::fixed, "gate", spec.channel_gate);
   in.beta = of_tokens(spec.delta, "beta", false);
   in.rates = parameter(spec.gate != RecurrentGate::log, "rates", spec.channel_rates);
@@ -198,22 +226,32 @@ Safetensors to_safetensors(const RecurrentCaseFile& c) {
                                 {"rates", &in.rates},
                                 {"gate_bias", &in.gate_bias},
                                 {"skip", &in.skip},
-                                {"z", &in.z}})
+                                {"z", &in.z},
+                                {"conv_weight", &in.conv_weight},
+                                {"conv_bias", &in.conv_bias},
+                                {"conv_state", &in.conv_state},
+                                {"conv_state_out", &c.conv_state_out}})
     if (!t->empty()) file.tensors[name] = *t;
+  if (in.has_conv()) {
+    HostTensor input = in.input;
+    input.sizes = {in.input.sizes[0], in.input.sizes[2]};
+    file.tensors["input"] = std::move(input);
+  }
   if (!in.gate.empty()) file.tensors["gate"] = without_one_head(in.gate, spec.channel_gate);
   if (!in.beta.empty()) file.tensors["beta"] = without_one_head(in.beta, false);
   if (!in.norm_weight.empty()) file.tensors["norm_weight"] = with_all_heads(in.norm_weight, spec);
   file.tensors["state"] = swapped_dims(in.state, spec);
-  file.tensors["out"] = tensor_of(c.out, in.v.sizes);
+  file.tensors["out"] = tensor_of(c.out, {num_tokens(in.requests), spec.num_v_heads, spec.head_dim_v});
   file.tensors["state_out"] = tensor_of(c.state_out, swapped_dims(in.state, spec).sizes);
   return file;
 }
 
 RecurrentCaseFile make_case_file(const RecurrentCase& c) {
-  RecurrentCaseFile file{.inputs = make_inputs(c), .out = {}, .state_out = {}};
+  RecurrentCaseFile file{.inputs = make_inputs(c), .out = {}, .state_out = {}, .conv_state_out = {}};
   const RecurrentExpected expected = expect(file.inputs, 0);
   file.out.assign(expected.out.begin(), expected.out.end());
   file.state_out.assign(expected.state.begin(), expected.state.end());
+  file.conv_state_out = expected.conv_state;
   return file;
 }
 

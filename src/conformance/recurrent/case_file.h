@@ -13,6 +13,7 @@ struct RecurrentCaseFile {
   RecurrentCaseInputs inputs;
   std::vector<float> out;        // [T, num_v_heads, head_dim_v], not rounded to dtype
   std::vector<float> state_out;  // as RecurrentCaseInputs::state, not rounded to state_dtype; zero in rows that the step does not write
+  HostTensor conv_state_out;     // as RecurrentCaseInputs::conv_state, with a convolution in front; zero in such rows too
 };
 
 // Error case_file.* or recurrent.*; a field or tensor that is not known is refused, never ignored.

@@ -170,6 +170,29 @@ void add_recurrent_outputs(RecurrentTable& table) {
     }
 }
 
+// What models have in front of the recurrence, in all kinds of steps, with what they have behind it.
+void add_recurrent_convolutions(RecurrentTable& table, std::span<const RecurrentSteps> all) {
+  struct Front {
+    const char* layer;
+    RecurrentConv conv;
+    int width = 4;
+    bool bias = false, silu = true;
+  };
+  for (const Front& front : {Front{"gdn", RecurrentConv::qkv},
+                             {"kda", RecurrentConv::qkv, 3, true},
+                             {"mamba2", RecurrentConv::vkq, 4, true},
+                             {"kda_bounded", RecurrentConv::vkq, 2, false, false}})
+    for (const RecurrentSteps& steps : all) {
+      RecurrentSpec spec = recurrent_layer(front.layer);
+      const size_t n = table.cases.size();
+      spec.conv = front.conv, spec.conv_width = front.width, spec.conv_bias = front.bias, spec.conv_silu = front.silu;
+      spec.layout = StateLayout(n / 6 % 2), spec.dtype = kRecurrentTypes[n % std::size(kRecurrentTypes)];
+      spec.out_gate = OutputGate::silu, spec.out_norm = front.bias ? OutputNorm::after_gate : OutputNorm::before_gate;
+      RecurrentCase& c = table.add(fmt::format("convolved_{}", front.layer), spec, steps);
+      c.gaps = Gaps(n % 3), c.other_sources = n % 2 == 0;
+    }
+}
+
 void add_recurrent_lengths(RecurrentTable& table) {
   for (const int q_len : {1, 2, 3, 8, 15, 16, 17, 31, 63, 64, 65, 127, 129, 257})
     for (const int context : {0, 1, 9}) table.add(fmt::format("length_{}_after_{}", q_len, context), table.next_spec(), {{q_len, context}});
@@ -230,6 +253,8 @@ std::span<const RecurrentCase> recurrent_cases() {
     add_recurrent_outputs(table);
     const RecurrentSteps trees{"tree", tree_requests(), 0, kTreeDrafts, true};  // behind the others, whose contents depend on their places
     add_recurrent_axes(table, std::span(&trees, 1));
+    add_recurrent_convolutions(table, recurrent_steps());
+    add_recurrent_convolutions(table, std::span(&trees, 1));
     return table.cases;
   }();
   return all;

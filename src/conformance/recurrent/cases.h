@@ -37,7 +37,8 @@ struct RecurrentCase {
 // The layers that models have, by their usual names, with few heads: "gdn", "kda", "kda_bounded", "lightning", "mamba2", "mamba1".
 RecurrentSpec recurrent_layer(std::string_view name);
 
-// Made by composing axes: layer, types, dims, heads, layout, length, context, drafts, values, requests (first part of the name).
+// Made by composing axes: layer, types, dims, heads, layout, length, context, drafts, values, requests, the norm and gate
+// behind it (outputs), and the convolution in front (convolved): first part of the name.
 std::span<const RecurrentCase> recurrent_cases();
 
 }  // namespace imbrex

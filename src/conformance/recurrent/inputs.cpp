@@ -2,8 +2,10 @@
 #include "conformance/recurrent/inputs.h"
 
 #include <cmath>
+#include <utility>
 
 #include "conformance/case_random.h"
+#include "recurrent/conv_plan.h"
 
 namespace imbrex {
 namespace {
@@ -80,7 +82,22 @@ void fill_parameters(const RecurrentCase& c, RecurrentCaseInputs& in) {
   if (spec.skip) in.skip = floats({spec.num_v_heads}, [&](int64_t i) { return of(RecurrentSequence::skips).normal(i); });
 }
 
+// What is convolved to q, k and v, in the place of these.
+void fill_conv(const RecurrentCase& c, RecurrentCaseInputs& in) {
+  ShortConvCaseInputs conv = make_inputs(ShortConvCase{.name = c.name, .spec = conv_of(c.spec), .requests = c.requests, .seed = c.seed});
+  in.input = std::move(conv.input), in.conv_weight = std::move(conv.weight), in.conv_bias = std::move(conv.bias);
+  in.input.sizes = {in.input.sizes[0], 1, in.input.sizes[1]};
+  in.conv_state = std::move(conv.state);
+}
+
 }  // namespace
+
+ShortConvCaseInputs RecurrentCaseInputs::conv() const {
+  ShortConvCaseInputs all{
+      .spec = conv_of(spec), .requests = requests, .input = input, .weight = conv_weight, .bias = conv_bias, .state = conv_state};
+  all.input.sizes = {input.sizes[0], input.sizes[2]};
+  return all;
+}
 
 RecurrentCaseInputs make_inputs(const RecurrentCase& c) {
   const RecurrentSpec& spec = c.spec;
@@ -88,9 +105,9 @@ RecurrentCaseInputs make_inputs(const RecurrentCase& c) {
   const DType gates = c.float_gates ? DType::f32 : spec.dtype;
   RecurrentCaseInputs in{.spec = spec,
                          .requests = c.requests,
-                         .q = HostTensor::make(spec.dtype, {tokens, spec.num_k_heads, k}),
-                         .k = HostTensor::make(spec.dtype, {tokens, spec.num_k_heads, k}),
-                         .v = HostTensor::make(spec.dtype, {tokens, v_heads, v}),
+                         .q = {},
+                         .k = {},
+                         .v = {},
                          .gate = {},
                          .beta = {},
                          .rates = {},
@@ -99,6 +116,12 @@ RecurrentCaseInputs make_inputs(const RecurrentCase& c) {
                          .state = HostTensor::make(spec.state_dtype, {int64_t(c.requests.size()), spec.state_rows(), v_heads, k, v}),
                          .z = {},
                          .norm_weight = {}};
+  if (in.has_conv()) {
+    fill_conv(c, in);
+  } else {
+    in.q = HostTensor::make(spec.dtype, {tokens, spec.num_k_heads, k}), in.k = in.q;
+    in.v = HostTensor::make(spec.dtype, {tokens, v_heads, v});
+  }
   if (spec.out_gate != OutputGate::none) in.z = HostTensor::make(spec.dtype, {tokens, v_heads, v});
   if (spec.gate != RecurrentGate::fixed)
     in.gate = HostTensor::make(gates, {tokens, spec.channel_gate ? v_heads : 1, spec.channel_gate ? k : v_heads});
@@ -110,9 +133,9 @@ RecurrentCaseInputs make_inputs(const RecurrentCase& c) {
     const uint64_t seed = splitmix(c.seed * 0x10001 + uint64_t(request.id)) << 4;  // room for the number of a sequence
     for (int t = 0; t < request.q_len; ++t, ++token) {
       const int64_t position = request.context_len + t;
-      fill_keys(c, seed, RecurrentSequence::queries, position, in.q, token);
-      fill_keys(c, seed, RecurrentSequence::keys, position, in.k, token);
-      fill_keys(c, seed, RecurrentSequence::values, position, in.v, token);
+      for (const auto& [sequence, t] :
+           {std::pair{RecurrentSequence::queries, &in.q}, {RecurrentSequence::keys, &in.k}, {RecurrentSequence::values, &in.v}})
+        if (!t->empty()) fill_keys(c, seed, sequence, position, *t, token);
       if (!in.z.empty()) {
         const RecurrentRandom z(seed, RecurrentSequence::output_gates, uint64_t(position));
         for (int64_t i = 0; i < v_heads * v; ++i)

@@ -6,8 +6,11 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "conformance/precision.h"
+#include "conformance/recurrent/convolved.h"
+#include "conformance/short_conv/judge.h"
 #include "core/check.h"
 
 namespace imbrex {
@@ -25,8 +28,11 @@ constexpr double kSmallestGate = 0x1p-118;
 // A value head of a request, from the state before the step on.
 class ExactHead {
  public:
-  ExactHead(const RecurrentCaseInputs& in, size_t request, int head, int64_t first_token, bool products, RecurrentExpected& expected)
+  // `rows`: with a convolution in front.
+  ExactHead(const RecurrentCaseInputs& in, const ConvolvedRows* rows, size_t request, int head, int64_t first_token, bool products,
+            RecurrentExpected& expected)
       : in_(in),
+        rows_of_conv_(rows),
         spec_(in.spec),
         request_(request),
         head_(head),
@@ -34,7 +40,8 @@ class ExactHead {
         of_factors_(products ? kFactorRoundings * precision_of(in.spec.dtype).rounding : 0),
         expected_(expected),
         s_(size_t(in.head_numbers())),
-        error_(s_.size()) {}
+        error_(s_.size()),
+        spread_(size_t(in.spec.head_dim_v)) {}
 
   void run(int chunk) {
     const StateCaseRequest& r = in_.requests[request_];
@@ -48,7 +55,7 @@ class ExactHead {
       if (chunk > 0 && t > 0 && t % chunk == 0) hand_on();
       if (t >= r.q_len - r.drafts && spec_.tree_drafts) {
         const Row& parent = rows_[size_t(r.parent_of(t) + 1 - (r.q_len - r.drafts))];
-        s_ = parent.numbers, error_ = parent.errors;
+        s_ = parent.numbers, error_ = parent.errors, spread_ = parent.spread;
       }
       step();
       if (t + 1 >= r.q_len - r.drafts) take_state(t + 1 - (r.q_len - r.drafts));
@@ -67,11 +74,12 @@ class ExactHead {
     for (size_t i = 0; i < s_.size(); ++i) {
       const auto at = size_t(at_of(row) + index_of(i));
       expected_.state[at] = s_[i];
-      expected_.allowed_state[at] = error_[i] + precision.rounding * std::abs(s_[i]) + precision.smallest;
+      expected_.allowed_state[at] =
+          error_[i] + spread_[i % size_t(spec_.head_dim_v)] + precision.rounding * std::abs(s_[i]) + precision.smallest;
     }
     if (!spec_.tree_drafts) return;
     hand_on();
-    rows_[size_t(row)] = {s_, error_};
+    rows_[size_t(row)] = {s_, error_, spread_};
   }
 
   // A step ends, or a draft begins from a row: the state is rounded. The delta rule spreads the errors that the channels of a value have
@@ -110,15 +118,31 @@ class ExactHead {
     }
     return 0;
   }
-  std::vector<double> key(const HostTensor& t, double factor) const {
-    const int head = head_ / (spec_.num_v_heads / spec_.num_k_heads);
-    std::vector<double> row(size_t(spec_.head_dim_k), 0.);
-    double squares = spec_.qk_norm ? 1e-6 : 1;
-    for (size_t i = 0; i < row.size(); ++i) {
-      row[i] = number(t, head, int64_t(i));
-      if (spec_.qk_norm) squares += row[i] * row[i];
+  // A row of q or k, and how far the convolution may have taken it.
+  struct Key {
+    std::vector<double> numbers, off;
+    bool is_off = false;
+    static double length(const std::vector<double>& x) {
+      double squares = 0;
+      for (const double e : x) squares += e * e;
+      return std::sqrt(squares);
     }
-    for (double& x : row) x *= factor / std::sqrt(squares);
+  };
+  Key key(const HostTensor& t, const HostTensor* off, double factor) const {
+    const int head = head_ / (spec_.num_v_heads / spec_.num_k_heads);
+    Key row{.numbers = std::vector<double>(size_t(spec_.head_dim_k)), .off = std::vector<double>(size_t(spec_.head_dim_k))};
+    double squares = spec_.qk_norm ? 1e-6 : 1, off_squares = 0;
+    for (size_t i = 0; i < row.numbers.size(); ++i) {
+      const double x = row.numbers[i] = number(t, head, int64_t(i));
+      const double e = row.off[i] = off == nullptr ? 0 : number(*off, head, int64_t(i));
+      row.is_off = row.is_off || e > 0;
+      if (spec_.qk_norm) squares += x * x, off_squares += (2 * std::abs(x) + e) * e;
+    }
+    const double root = std::sqrt(squares), of_root = off_squares / (2 * squares);  // the share of the root that may be off
+    for (size_t i = 0; i < row.numbers.size(); ++i) {
+      row.off[i] = (row.off[i] + std::abs(row.numbers[i]) * of_root) * factor / root * (1 + of_root);
+      row.numbers[i] *= factor / root;
+    }
     return row;
   }
 
@@ -133,18 +157,24 @@ class ExactHead {
   }
 
   void step() {
-    const std::vector<double> q = key(in_.q, spec_.scale != 0 ? double(spec_.scale) : 1 / std::sqrt(double(spec_.head_dim_k))),
-                              k = key(in_.k, 1);
+    const double scale = spec_.scale != 0 ? double(spec_.scale) : 1 / std::sqrt(double(spec_.head_dim_k));
+    const ConvolvedRows* const conv = rows_of_conv_;
+    const Key query = conv == nullptr ? key(in_.q, nullptr, scale) : key(conv->q, &conv->q_off, scale),
+              written = conv == nullptr ? key(in_.k, nullptr, 1) : key(conv->k, &conv->k_off, 1);
+    const std::vector<double>&q = query.numbers, &k = written.numbers;
     const auto dim_v = size_t(spec_.head_dim_v);
     const double unit = kRoundings * kFloatRounding;
+    double slowest = 0;
     for (size_t c = 0; c < k.size(); ++c) {
       const double g = log_decay(int(c)), factor = std::exp(g);
+      slowest = std::max(slowest, factor);
       for (size_t v = 0; v < dim_v; ++v) {
         double& x = s_[c * dim_v + v];
         x *= factor;
         error_[c * dim_v + v] = factor * error_[c * dim_v + v] + unit * (1 + std::abs(g)) * std::abs(x) + kSmallestFloat;
       }
     }
+    for (double& e : spread_) e *= slowest;
     double beta = 1;
     if (spec_.delta) {
       const double given = in_.beta.get(token_ * spec_.num_v_heads + head_);
@@ -153,22 +183,30 @@ class ExactHead {
     // A softplus far below zero is an exponential: what rounding takes off the sum of gate and bias is a share of the result.
     const double scaled = spec_.scaled_values ? step_size(0) : 1, bias_share = spec_.scaled_values ? 1 + std::max(-gate_of(0), 0.) : 1;
     for (size_t v = 0; v < dim_v; ++v) {
-      const double given = number(in_.v, head_, int64_t(v));
-      double u = given * scaled, size = std::abs(u) * bias_share;
+      const double given = number(conv == nullptr ? in_.v : conv->v, head_, int64_t(v));
+      const double given_off = conv == nullptr ? 0 : number(conv->v_off, head_, int64_t(v));
+      double u = given * scaled, size = std::abs(u) * bias_share, off_u = given_off * scaled;
       for (size_t c = 0; spec_.delta && c < k.size(); ++c) {
-        u -= k[c] * s_[c * dim_v + v];
-        size += std::abs(k[c] * s_[c * dim_v + v]);
+        const double x = s_[c * dim_v + v];
+        u -= k[c] * x;
+        size += std::abs(k[c] * x);
+        if (written.is_off) off_u += written.off[c] * std::abs(x);
       }
       const double lost = of_factors_ > 0 ? kSmallestFactor * size : 0;
       const double of_rows = std::abs(beta) * error_of_known(k, v);
-      u *= beta, size *= std::abs(beta);
+      u *= beta, size *= std::abs(beta), off_u *= std::abs(beta);
       const double skipped = spec_.skip ? in_.skip.get(head_) * given : 0;
-      double y = skipped, terms = std::abs(skipped), error = 0;
+      double y = skipped, terms = std::abs(skipped), error = spec_.skip ? std::abs(in_.skip.get(head_)) * given_off : 0;
+      const bool is_off = written.is_off || off_u > 0;
+      if (is_off && spec_.delta) spread_[v] += Key::length(written.off) * std::abs(u) + (Key::length(k) + Key::length(written.off)) * off_u;
+      if (spread_[v] > 0) error += Key::length(q) * spread_[v];
       for (size_t c = 0; c < k.size(); ++c) {
         double& x = s_[c * dim_v + v];
         x += k[c] * u;
         double& off = error_[c * dim_v + v];
         off += unit * (std::abs(k[c]) * size + std::abs(x)) + std::abs(k[c]) * (of_factors_ * size + lost + of_rows);
+        if (is_off && !spec_.delta) off += written.off[c] * std::abs(u) + (std::abs(k[c]) + written.off[c]) * off_u;
+        if (query.is_off) error += query.off[c] * (std::abs(x) + off + spread_[v]);
         y += q[c] * x;
         terms += std::abs(q[c] * x);
         error += std::abs(q[c]) * off;
@@ -181,6 +219,7 @@ class ExactHead {
   }
 
   const RecurrentCaseInputs& in_;
+  const ConvolvedRows* rows_of_conv_;
   const RecurrentSpec& spec_;
   size_t request_;
   int head_;
@@ -188,8 +227,11 @@ class ExactHead {
   double of_factors_;  // the rounding of factors of products; 0: there are none
   RecurrentExpected& expected_;
   std::vector<double> s_, error_;
+  // How long the difference of a value's column may be because the convolution rounds otherwise: of one token, it is in the channels where
+  // its key is off. The delta rule takes it to others, and makes it no longer; without that rule it is a part of error_.
+  std::vector<double> spread_;
   struct Row {
-    std::vector<double> numbers, errors;
+    std::vector<double> numbers, errors, spread;
   };
   std::vector<Row> rows_;  // of drafts that may be a tree: where they may begin
 };
@@ -243,6 +285,12 @@ class ExactOutputs {
   RecurrentExpected& expected_;
 };
 
+// The first number whose bits differ; -1: none.
+int64_t first_difference(const HostTensor& a, const HostTensor& b) {
+  const auto at = std::ranges::mismatch(a.bytes, b.bytes).in1;
+  return at == a.bytes.end() ? -1 : (at - a.bytes.begin()) / size_of(a.dtype);
+}
+
 // The share of what is allowed that an error is.
 double share_of(double actual, double wanted, double allowed) {
   const double error = std::abs(actual - wanted);
@@ -258,10 +306,12 @@ RecurrentExpected expect(const RecurrentCaseInputs& in, int chunk, bool products
   expected.state.resize(size_t(in.state.num_elements()));
   expected.allowed_state.resize(expected.state.size());
   for (size_t i = 0; i < expected.state.size(); ++i) expected.state[i] = in.state.get(int64_t(i));
+  ConvolvedRows rows;
+  if (in.has_conv()) rows = convolved_rows(in), expected.conv_state = expect(in.conv()).state;
   int64_t token = 0;
   for (size_t r = 0; r < in.requests.size(); ++r) {
     for (int head = 0; in.requests[r].q_len > 0 && head < in.spec.num_v_heads; ++head)
-      ExactHead(in, r, head, token, products, expected).run(chunk);
+      ExactHead(in, in.has_conv() ? &rows : nullptr, r, head, token, products, expected).run(chunk);
     for (int64_t t = token; in.spec.has_output_stage() && t < token + in.requests[r].q_len; ++t)
       for (int head = 0; head < in.spec.num_v_heads; head += in.spec.norm_heads()) ExactOutputs(in, expected).finish(t, head);
     token += in.requests[r].q_len;
@@ -294,6 +344,9 @@ RecurrentJudgement judge(const RecurrentExpected& expected, const RecurrentCaseI
           fmt::format("state: number {} of head {} of row {} is {:.9g}, not {:.9g}, and may be {:.3g} off", i % size_t(in.head_numbers()),
                       i / size_t(in.head_numbers()) % heads, i / size_t(in.row_numbers()), actual, wanted, allowed);
   }
+  if (const int64_t at = first_difference(result.conv_state, expected.conv_state); at >= 0 && j.failure.empty())
+    j.failure = fmt::format("conv_state: channel {} of row {} is {:.9g}, not {:.9g}", at % in.spec.conv_channels(),
+                            at / in.spec.conv_channels(), result.conv_state.get(at), expected.conv_state.get(at));
   return j;
 }
 

@@ -14,10 +14,13 @@ namespace imbrex {
 // does not count on it, and adds no error of earlier tokens a second time. Outputs may be off by the errors of the state that the query
 // sums up, and the rounding of that sum and to dtype. A state that steps hand on is
 // rounded to its type.
-// With products of rounded factors, what is written and what a query sums up is off by the rounding of their terms too.
+// With products of rounded factors, what is written and what a query sums up is off by the rounding of their terms too. So it is where q, k
+// and v come from a convolution and a backend may have rounded one of them otherwise (convolved.h); the rows that the convolution keeps are
+// exact.
 struct RecurrentExpected {
   std::vector<double> out, allowed;          // [T, num_v_heads, head_dim_v]
   std::vector<double> state, allowed_state;  // as RecurrentCaseInputs::state
+  HostTensor conv_state;                     // as RecurrentCaseInputs::conv_state: exact
 };
 // chunk: as in RecurrentRunOptions, for states of fewer bits than a float.
 // `products`: of a plan with rounded_products().

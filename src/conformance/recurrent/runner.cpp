@@ -46,6 +46,8 @@ class RecurrentRunner {
         num_slots_(4 * int64_t(in.requests.size()) + 5),
         state_(spec_.state_dtype, num_slots_, spec_.state_rows() * int64_t(spec_.num_v_heads), in.head_numbers(), options.poison,
                options.gaps),
+        conv_state_(spec_.dtype, in.has_conv() ? num_slots_ : 0, in.has_conv() ? spec_.conv_state_rows() : 1,
+                    in.has_conv() ? spec_.conv_channels() : 1, options.poison, options.gaps),
         slots_(in.requests, num_slots_, options.slot_seed, options.other_sources) {
     int64_t token = 0;
     for (size_t r = 0; r < in.requests.size(); ++r) {
@@ -53,12 +55,14 @@ class RecurrentRunner {
       token += in.requests[r].q_len;
       for (int row = 0; in.requests[r].context_len > 0 && row < spec_.state_rows(); ++row)
         for_heads(state_, slots_.read[r], in.state, r, row, [&](const char* mine, char* slot) { std::memcpy(slot, mine, head_bytes()); });
+      for (int row = 0; in.has_conv() && in.requests[r].context_len > 0 && row < spec_.conv_state_rows(); ++row)
+        std::memcpy(conv_state_.at(slots_.read[r], row), conv_row(in.conv_state, r, row), conv_row_bytes());
     }
   }
 
   RecurrentRunResult run() {
     result_.out.assign(size_t(num_tokens(in_.requests)) * row_values(), 0.f);
-    result_.state = in_.state;
+    result_.state = in_.state, result_.conv_state = in_.conv_state;
     for (const StateParts& parts : options_.steps.empty() ? steps_of(in_.requests, options_.chunk) : options_.steps) run_step(parts);
     return std::move(result_);
   }
@@ -66,6 +70,13 @@ class RecurrentRunner {
  private:
   size_t head_bytes() const { return size_t(in_.head_numbers() * size_of(spec_.state_dtype)); }
   size_t row_values() const { return size_t(spec_.num_v_heads) * size_t(spec_.head_dim_v); }
+
+  size_t conv_row_bytes() const { return size_t(spec_.conv_channels() * size_of(spec_.dtype)); }
+  auto conv_row(auto& t, size_t request, int row) const -> decltype(t.bytes.data()) {
+    return t.bytes.data() + (request * size_t(spec_.conv_state_rows()) + size_t(row)) * conv_row_bytes();
+  }
+  // How many rows of the convolution's state lie between what two neighbouring drafts leave.
+  int rows_of_draft() const { return spec_.tree_drafts ? spec_.conv_width - 1 : 1; }
 
   // Calls visit(bytes of `mine`, bytes of a slot) for each head of a row of the state.
   template <class Tensor>
@@ -98,6 +109,11 @@ class RecurrentRunner {
           if (fresh || row != parts[r].accepted) state_.poison_row(slots_.read[r], at, options_.poison);
           if (slots_.read[r] != slots_.written[r]) state_.poison_row(slots_.written[r], at, options_.poison);
         }
+      const int first = parts[r].accepted * rows_of_draft(), last = fresh ? first : first + spec_.conv_width - 1;
+      for (int row = 0; in_.has_conv() && parts[r].end > parts[r].begin && row < spec_.conv_state_rows(); ++row) {
+        if (row < first || row >= last) conv_state_.poison_row(slots_.read[r], row, options_.poison);
+        if (slots_.read[r] != slots_.written[r]) conv_state_.poison_row(slots_.written[r], row, options_.poison);
+      }
     }
   }
 
@@ -111,8 +127,9 @@ class RecurrentRunner {
     StateLists lists(in_.requests, parts, slots_.slots(), options_.poison);
     const int64_t tokens = lists.query_start_loc.back(), rows = options_.rows > 0 ? options_.rows : tokens + options_.padding_tokens;
     GivenTensor q("q", in_.q, rows, options_), k("k", in_.k, rows, options_), v("v", in_.v, rows, options_),
-        gate("gate", in_.gate, rows, options_), beta("beta", in_.beta, rows, options_), z("z", in_.z, rows, options_);
-    const std::array<GivenTensor*, 6> of_tokens{&q, &k, &v, &gate, &beta, &z};
+        gate("gate", in_.gate, rows, options_), beta("beta", in_.beta, rows, options_), z("z", in_.z, rows, options_),
+        input("input", in_.input, rows, options_);
+    const std::array<GivenTensor*, 7> of_tokens{&q, &k, &v, &gate, &beta, &z, &input};
     SpreadTensor out(spec_.dtype, rows, spec_.num_v_heads, spec_.head_dim_v, options_.poison, options_.gaps);
     int64_t row = 0;
     for (size_t r = 0; r < parts.size(); ++r)
@@ -120,7 +137,7 @@ class RecurrentRunner {
         for (GivenTensor* given : of_tokens) given->copy_row(row, first_token_[r] + t);
     poison_unread(parts);
     for (GivenTensor* given : of_tokens) given->before = given->spread.bytes;
-    std::vector<char> state_before = state_.bytes;
+    std::vector<char> state_before = state_.bytes, conv_before = conv_state_.bytes;
     update(lists);
     plan_.run({.q = q.view(),
                .k = k.view(),
@@ -132,12 +149,17 @@ class RecurrentRunner {
                .skip = in_.skip.view(),
                .state = state_view(),
                .z = z.view(),
-               .norm_weight = in_.norm_weight.view()},
+               .norm_weight = in_.norm_weight.view(),
+               .input = input.without_heads(),
+               .conv_weight = in_.conv_weight.view(),
+               .conv_bias = in_.conv_bias.view(),
+               .conv_state = in_.has_conv() ? conv_state_.view : TensorView{}},
               {.out = out.view});
     for (const GivenTensor* given : of_tokens)
       if (given->spread.bytes != given->before) result_.violations.push_back(fmt::format("{} was written", given->name));
     take_outputs(parts, out, tokens);
     take_states(parts, state_before);
+    if (in_.has_conv()) take_conv_states(parts, conv_before);
     slots_.next_step(parts);
   }
 
@@ -176,12 +198,25 @@ class RecurrentRunner {
         fmt::format("state: row {} of slot {} was written, of which no request writes that row", element % slot / row, element / slot));
   }
 
+  void take_conv_states(const StateParts& parts, std::vector<char>& before) {
+    for (size_t r = 0; r < parts.size(); ++r) {
+      if (parts[r].begin == parts[r].end) continue;
+      std::memset(conv_row(result_.conv_state, r, 0), 0, conv_row_bytes() * size_t(spec_.conv_state_rows()));
+      for (int row = 0; row < spec_.conv_width - 1 + parts[r].drafts * rows_of_draft(); ++row) {
+        const char* const written = conv_state_.at(slots_.written[r], row);
+        std::memcpy(conv_row(result_.conv_state, r, row), written, conv_row_bytes());
+        std::memcpy(before.data() + (written - conv_state_.bytes.data()), written, conv_row_bytes());
+      }
+    }
+    if (conv_state_.bytes != before) result_.violations.emplace_back("conv_state: a row was written that no request writes");
+  }
+
   RecurrentPlan& plan_;
   const RecurrentCaseInputs& in_;
   const RecurrentRunOptions& options_;
   const RecurrentSpec& spec_;
   int64_t num_slots_;
-  SpreadTensor state_;
+  SpreadTensor state_, conv_state_;  // the second without slots where there is no convolution in front
   StateSlotLists slots_;
   std::vector<int64_t> first_token_;
   RecurrentRunResult result_;
@@ -200,7 +235,7 @@ RecurrentRunOptions default_options(const RecurrentCase& c) {
 }
 
 bool same_bits(const RecurrentRunResult& a, const RecurrentRunResult& b) {
-  return bit_identical(a.out, b.out) && a.state.bytes == b.state.bytes;
+  return bit_identical(a.out, b.out) && a.state.bytes == b.state.bytes && a.conv_state.bytes == b.conv_state.bytes;
 }
 
 RecurrentRunResult run_case(const BackendOf<RecurrentFamily>& backend, const DeviceInfo& device, const RecurrentCaseInputs& in,

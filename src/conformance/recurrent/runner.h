@@ -27,6 +27,7 @@ RecurrentRunOptions default_options(const RecurrentCase&);
 struct RecurrentRunResult {
   std::vector<float> out;               // [T, num_v_heads, head_dim_v], of the last step that had the token
   HostTensor state;                     // as in the inputs: the rows written by a request's last step, else those of the inputs
+  HostTensor conv_state;                // likewise, with a convolution in front
   std::vector<std::string> violations;  // writes to bytes that no request owns
 };
 bool same_bits(const RecurrentRunResult&, const RecurrentRunResult&);

@@ -72,8 +72,9 @@ void compute_channel(const ShortConvCaseInputs& in, size_t request, int64_t toke
   }
 }
 
-// The outputs and what is allowed; no state.
-ShortConvExpected exact_outputs(const ShortConvCaseInputs& in) {
+}  // namespace
+
+ShortConvExpected expected_outputs(const ShortConvCaseInputs& in) {
   ShortConvExpected expected;
   expected.out.resize(size_t(in.num_tokens()) * size_t(in.spec.dim));
   expected.allowed.resize(expected.out.size());
@@ -85,16 +86,14 @@ ShortConvExpected exact_outputs(const ShortConvCaseInputs& in) {
   return expected;
 }
 
-}  // namespace
-
 ShortConvExpected expect(const ShortConvCaseInputs& in) {
-  ShortConvExpected expected = exact_outputs(in);
+  ShortConvExpected expected = expected_outputs(in);
   expected.state = run_case(short_conv_reference(), probe_cpu(), in, {}).state;
   return expected;
 }
 
 ShortConvExpected expect(const ShortConvCaseInputs& in, const std::vector<float>& out, HostTensor state) {
-  ShortConvExpected expected = exact_outputs(in);
+  ShortConvExpected expected = expected_outputs(in);
   check(out.size() == expected.out.size(), "conformance.size", "expected {} values, got {}", expected.out.size(), out.size());
   expected.out.assign(out.begin(), out.end());
   expected.state = std::move(state);

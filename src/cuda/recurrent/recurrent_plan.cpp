@@ -293,6 +293,7 @@ class RecurrentCudaBackend final : public BackendOf<RecurrentFamily> {
       choices.push_back({.requests = "outputs",
                          .kernel = "recurrent_outputs_aligned",
                          .sizes = {{"tile_values", outputs->group_numbers}, {"threads", kRecurrentOutputThreads}}});
+    add_conv_choices(name(), spec, device, choices);
     return choices;
   }
   int64_t workspace_bytes(const RecurrentSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
