@@ -59,3 +59,10 @@ def sglang(monkeypatch):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))])
 def device(request):
     return request.param
+
+
+@pytest.fixture
+def states(vllm, monkeypatch):
+    """vLLM's stand-in, whose layers with a state are to be imbrex's."""
+    monkeypatch.setenv("IMBREX_VLLM_STATES", "1")
+    return vllm
