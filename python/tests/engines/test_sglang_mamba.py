@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from recurrent_reference import near, recurrence  # noqa: E402
-from test_sglang_linear import backend_of  # noqa: E402
+from test_sglang_linear import NEAR, backend_of  # noqa: E402
 from torch.nn.functional import silu, softplus  # noqa: E402
 
 
@@ -44,10 +44,10 @@ def test_convolutions(registry, device, kind):
     for counts in ([1, 20], [6, 3], [1, 2]):
         x, starts, earlier = requests.step(counts)
         out = backend.forward_extend(x, states, weight, bias, slots, starts, earlier)
-        near(out.transpose(0, 1), requests.expected(counts, lambda rows: convolved(rows, weight, bias)), 2e-5)
+        near(out.transpose(0, 1), requests.expected(counts, lambda rows: convolved(rows, weight, bias)), NEAR)
     for _ in range(2):
         x, _, _ = requests.step([1, 1])
-        near(backend.forward_decode(x, states, weight, bias, slots), requests.expected([1, 1], lambda rows: convolved(rows, weight, bias)), 2e-5)
+        near(backend.forward_decode(x, states, weight, bias, slots), requests.expected([1, 1], lambda rows: convolved(rows, weight, bias)), NEAR)
     assert torch.equal(states[5], requests.rows[0][7:10].T) and torch.isnan(states[[0, 1, 3, 4, 6, 7, 8]]).all()
     assert backend.forward_extend(x[:, :, None], states, weight, bias, slots, None, None) == "SGLang's tokens"  # drafts
 
@@ -95,7 +95,7 @@ def test_mamba2(registry, device, triton):
         near(
             backend.forward(mixer, xbc, dt, cache.conv[0][0], states, slots, *place, **options),
             requests.expected(counts, lambda x: mixed(mixer, x)),
-            2e-5,
+            NEAR,
         )
 
     run([1, 70, 5])

@@ -3,6 +3,7 @@
 from math import prod
 
 import torch
+from recurrent_reference import FLOAT
 
 NULL_BLOCK = 0
 
@@ -113,7 +114,7 @@ class Runner:
             request.expected[index] = self.reference(self.layers[index], request.rows[index].double())
         return request.expected[index]
 
-    def step(self, scheduled, pad=0, tolerance=1e-5):
+    def step(self, scheduled, pad=0, tolerance=max(1e-5, FLOAT)):
         """Runs [(request, number of new tokens)] through the layers, checks every output, and that no other block has changed. A third number says that all
         tokens but the first are drafts, of which so many are kept: the others are made up."""
         scheduled = [(*entry, None)[:3] for entry in scheduled]
