@@ -121,20 +121,22 @@ class DraftPlans:
         return DraftStep(self._convs, passes, self._prompts)
 
     def _passes(self, starts: Tensor, seq_lens: Tensor, columns: Tensor, verifies: Tensor, kept: Tensor) -> List[_Pass]:
+        """Few tokens of a prompt go through passes too, in their slot: a graph of decode has nothing else, and vLLM may take it for a prompt of as many tokens."""
         lens, passes = starts.diff(), []
-        others = ~verifies & (lens > 0)
-        if others.any():
-            tokens = torch.repeat_interleave(others, lens).nonzero().flatten()
-            self._update(self._prompts, _starts(torch.where(others, lens, 0)), seq_lens, columns[0])
+        prompts = ~verifies & (lens > len(self._tokens))
+        if prompts.any():
+            tokens = torch.repeat_interleave(prompts, lens).nonzero().flatten()
+            self._update(self._prompts, _starts(torch.where(prompts, lens, 0)), seq_lens, columns[0])
             passes.append(_Pass(self._prompts, self._there(_rows(tokens))))
+        others, there = lens[~prompts], verifies.to(self._device)
         before, lens_there = seq_lens - lens.to(self._device), lens.to(self._device)
         sources = columns.gather(0, kept[None].long())[0]
-        for i in range(int(lens[verifies].max()) if verifies.any() else 0):
-            own = verifies & (lens > i)
+        for i in range(int(others.max()) if len(others) else 0):
+            own, slots = ~prompts & (lens > i), torch.where(there, columns[i], columns[0])
             lengths = before + lens_there.clamp(max=i + 1)
-            self._update(self._tokens[i], _starts(own), lengths, columns[i], source_slots=sources)
+            self._update(self._tokens[i], _starts(own), lengths, slots, source_slots=sources)
             passes.append(_Pass(self._tokens[i], self._there(_rows((starts[:-1] + i)[own].long()))))
-            sources = columns[i]
+            sources = slots
         return passes
 
     def _there(self, tokens: Union[slice, Tensor]) -> Union[slice, Tensor]:

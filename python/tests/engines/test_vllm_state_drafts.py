@@ -25,7 +25,9 @@ def test_steps(states, device, case, mode):
     runner.step([(a, 4, 3), (c, 2, 0), (b, 3, 2)])
     runner.step([(a, 1, 0), (c, 1, 0), (b, 4, 1)], pad=3)  # two without drafts, whose states are behind a draft
     runner.release(b)
-    runner.step([(b, 16), (c, 4, 3), (a, 4, 1)])
+    runner.step([(b, 3), (c, 4, 3), (a, 4, 1)])  # few tokens of a prompt, of one that is new
+    runner.step([(a, 4, 1), (b, 4)])
+    runner.step([(b, 9)])
     for kept in (0, 3, 1, 2, 3):
         runner.step([(c, 4, kept), (b, 4, 3 - kept), (a, 1 + kept, kept)])
     runner.step([(a, 1, 0)])
@@ -50,6 +52,8 @@ def test_a_graph_has_views_of_all_requests(states):
     metadata = runner.builder.build_for_cudagraph_capture(runner.common([4, 4], [9, 9], blocks, 8))
     passes = metadata.plans_of(runner.layers[0].kind).recurrence._passes
     assert [tokens for _, tokens in passes] == [slice(0, 5, 4), slice(1, 6, 4), slice(2, 7, 4), slice(3, 8, 4)]
+    prompts = runner.builder.build(0, runner.common([4, 4], [4, 9], blocks, 8), num_decode_draft_tokens_cpu=torch.tensor([-1, 3]))
+    assert prompts.plans_of(runner.layers[0].kind).recurrence._passes == passes
 
 
 def test_the_log_says_how_many(states, caplog):
