@@ -22,7 +22,7 @@ Fields = Tuple[Tuple[str, Hashable], ...]
 class Kind(NamedTuple):
     """What the kernels of a layer are made for: fields of ShortConvSpec, and of RecurrentSpec where it has a recurrence."""
 
-    conv: Fields
+    conv: Optional[Fields]
     recurrence: Optional[Fields] = None
 
 
@@ -77,7 +77,7 @@ class StepPlans:
 
     def add(self, kind: Kind) -> LayerPlans:
         if kind not in self._kinds:
-            conv = self._plan(ShortConvPlan, _core.ShortConvSpec, kind.conv)
+            conv = None if kind.conv is None else self._plan(ShortConvPlan, _core.ShortConvSpec, kind.conv)
             recurrence = None if kind.recurrence is None else self._plan(RecurrentPlan, _core.RecurrentSpec, kind.recurrence)
             self._kinds[kind] = LayerPlans(conv, recurrence)
         return self._kinds[kind]
@@ -91,14 +91,14 @@ class StepPlans:
     def __getitem__(self, kind: Kind) -> LayerPlans:
         return self._kinds[kind]
 
-    def update(self, starts: Tensor, seq_lens: Tensor, slots: Tensor) -> None:
-        """int32 on the host: query_start_loc, lengths with the step's tokens, and the slot of each request."""
+    def update(self, starts: Tensor, seq_lens: Tensor, slots: Tensor, **options: Tensor) -> None:
+        """int32 on the host: query_start_loc, lengths with the step's tokens, and the slot of each request; others by the names that plans have for them."""
         for plan in self._plans.values():
-            plan.update(starts, seq_lens, slots)
+            plan.update(starts, seq_lens, slots, **options)
 
-    def update_on_device(self, starts: Tensor, seq_lens: Tensor, slots: Tensor, num_tokens: int) -> None:
+    def update_on_device(self, starts: Tensor, seq_lens: Tensor, slots: Tensor, num_tokens: int, **options: Tensor) -> None:
         for plan in self._plans.values():
-            plan.update_on_device(starts, seq_lens, slots, max_num_tokens=num_tokens)
+            plan.update_on_device(starts, seq_lens, slots, max_num_tokens=num_tokens, **options)
 
 
 def announce(log: logging.Logger, plans: LayerPlans, layers: str) -> None:

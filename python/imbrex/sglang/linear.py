@@ -1,26 +1,25 @@
-"""Recurrences of SGLang's gated delta nets (GDN) and Kimi delta attention (KDA). SGLang's backends keep convolutions, states and projections; kernels are replaced."""
+"""SGLang's gated delta nets (GDN), Kimi delta attention (KDA) and Mamba2. Its backends keep pools of states and projections; kernels are replaced."""
 
 import contextlib
-import logging
-from typing import Any, Dict, Iterator, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
+from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang.srt.layers.attention.linear import gdn_backend, kda_backend
 from sglang.srt.layers.attention.linear.kernels.kernel_backend import LinearAttnKernelBase
+from sglang.srt.layers.attention.mamba import mamba
 
 from .. import _core
 from .. import _engine_states as states
 from .._frameworks import stream_address
-from .._plan_cache import SMALLEST, Kept, Limits, PlanCache
-from ..engines import device_text, settings, type_name
+from ..engines import type_name
 from ..recurrent import RecurrentPlan
+from .convolution import NAMES, NAMES_OF_MIXER, Convolution, lay_out
+from .mamba2 import Scan
+from .named import put, running
+from .plans import Plans
 
 Tensor = torch.Tensor
-
-logger = logging.getLogger("imbrex.sglang")
-
-_plans = PlanCache()
-_announced = set()
 
 
 class _Kernel(LinearAttnKernelBase):
@@ -29,57 +28,18 @@ class _Kernel(LinearAttnKernelBase):
     supports_packed_decode = False
     supports_track_state_snapshot = True  # so that SGLang says when it wants one, which is refused
 
-    def __init__(self, device: Any) -> None:
-        self._device, self._settings = device_text(device), settings()
-        self._of_decode: Dict[Tuple[states.Fields, Limits], Kept] = {}
+    def __init__(self, plans: Plans) -> None:
+        self._plans = plans
 
     def _run(
         self, fields: states.Fields, q: Tensor, k: Tensor, v: Tensor, state: Tensor, slots: Tensor, starts: Tensor, **inputs: Optional[Tensor]
     ) -> Tensor:
-        num_reqs = len(starts) - 1
-        plan = self._updated(fields, starts.to(torch.int32), slots[:num_reqs].to(torch.int32).contiguous(), q.shape[1], stream_address(None, q))
+        """Every request has an earlier token: SGLang clears the states of those that have none."""
+        plan = self._plans.updated(RecurrentPlan, _core.RecurrentSpec, fields, starts, slots, q.shape[1], stream_address(None, q))
         out = torch.zeros(v.shape[1:], dtype=q.dtype, device=q.device)  # requests of padding have no output
         inputs = {name: None if x is None else states.tight(x) for name, x in inputs.items()}
         plan.run(*(states.tight(x[0]) for x in (q, k, v)), state.unsqueeze(1), out=out, **inputs)
         return out.unsqueeze(0)
-
-    def _updated(self, fields: states.Fields, starts: Tensor, slots: Tensor, num_tokens: int, stream: int) -> RecurrentPlan:
-        kept = self._find(fields, Limits(len(slots), num_tokens, num_tokens + 1), starts.device.type != "cpu", stream)
-        lengths = starts.diff() + 1  # every request has an earlier token: SGLang clears the states of those that have none
-        if starts.device.type != "cpu":
-            kept.plan.update_on_device(starts, lengths, slots, max_num_tokens=num_tokens, stream=stream)
-            return kept.plan
-        batch = (*starts.tolist(), *slots.tolist())
-        if kept.batch != batch:
-            kept.batch = None
-            kept.plan.update(starts, lengths, slots)
-            kept.batch = batch
-        return kept.plan
-
-    def _find(self, fields: states.Fields, needed: Limits, on_device: bool, stream: int) -> Kept:
-        """Plans of steps with a token a request are kept for good, since graphs hold them: an update is a part of each graph."""
-
-        def make(limits: Limits) -> RecurrentPlan:
-            arguments = limits.arguments()
-            del arguments["max_query_len"]
-            return self._make(fields, on_device=on_device, **arguments)
-
-        if needed.num_reqs != needed.num_tokens:
-            if stream and _core.capture_of(stream):
-                raise NotImplementedError("imbrex: expected CUDA graphs of decoding alone, got one of prompts")
-            return _plans.find((fields, self._device, self._settings, stream), needed, make, stream)
-        limits = SMALLEST.grown(needed)
-        kept = self._of_decode.get((fields, limits))
-        if kept is None:
-            kept = self._of_decode[fields, limits] = Kept(make(limits), limits)
-        return kept
-
-    def _make(self, fields: states.Fields, **options: Any) -> RecurrentPlan:
-        plan = states.make_plan(RecurrentPlan, _core.RecurrentSpec, fields, self._device, self._settings, **options)
-        if fields not in _announced:
-            _announced.add(fields)
-            states.announce(logger, states.LayerPlans(None, plan), "linear attention")
-        return plan
 
     @staticmethod
     def _refuse_snapshots(options: Dict[str, Any]) -> None:
@@ -161,25 +121,65 @@ class KdaKernel(_Kernel):
         return (out, None) if return_intermediate_states else out
 
 
+def _phases(runner: Any) -> List[str]:
+    """Those for which a kernel is asked that SGLang does not have."""
+    return [phase for phase in ("decode", "prefill") if getattr(runner.linear_attn_backends, phase).is_custom()]
+
+
+def _not_fused(original: Any, *args: Any, **kwargs: Any) -> Tuple[bool, str]:
+    return False, "imbrex computes the convolution"
+
+
 def _with_kernel(base: type, kernel: type) -> type:
-    """SGLang's backend with imbrex's kernel in the phases that ask for one that SGLang does not have."""
+    """SGLang's backend with imbrex's kernel in the phases that ask for one, and in front of both its convolution."""
 
     class Backend(base):
         def __init__(self, runner: Any) -> None:
-            asked = runner.linear_attn_backends
-            ours = [phase for phase in ("decode", "prefill") if getattr(asked, phase).is_custom()]
+            asked, ours = runner.linear_attn_backends, _phases(runner)
             plain = type(asked.verify)("triton")
             runner.linear_attn_backends = type(asked)(**{p: plain if p in ours else getattr(asked, p) for p in ("decode", "prefill", "verify")})
             try:
                 super().__init__(runner)
             finally:
                 runner.linear_attn_backends = asked
-            made, dispatcher = kernel(runner.device), self.kernel_dispatcher
+            plans = Plans(runner.device)
+            made, dispatcher = kernel(plans), self.kernel_dispatcher
             if "decode" in ours:
                 dispatcher.decode_kernel = made
                 dispatcher.supports_packed_decode = dispatcher.supports_packed_decode_safe_gate = False
             if "prefill" in ours:
                 dispatcher.extend_kernel = made
+            both = len(ours) == 2 and (kernel is KdaKernel or lay_out(runner))  # KDA's pool has its channels together
+            self._own = dict(Convolution(plans).own, can_use_fused_qkvzba_causal_conv1d_update_contiguous=_not_fused) if both else {}
+
+        def forward_decode(self, *args: Any, **kwargs: Any) -> Any:
+            with running(self._own):
+                return super().forward_decode(*args, **kwargs)
+
+        def forward_extend(self, *args: Any, **kwargs: Any) -> Any:
+            with running(self._own):
+                return super().forward_extend(*args, **kwargs)
+
+    Backend.__name__ = f"Imbrex{base.__name__}"
+    return Backend
+
+
+def _with_scan(base: type) -> type:
+    """SGLang's backend of Mamba2, which has one mixer for prompts and tokens, with imbrex's functions where both phases ask for them."""
+
+    class Backend(base):
+        def __init__(self, runner: Any) -> None:
+            super().__init__(runner)
+            plans = Plans(runner.device)
+            self._own = {}
+            if len(_phases(runner)) == 2:
+                self._own.update(Scan(plans).own)
+                if lay_out(runner):
+                    self._own.update(Convolution(plans).own)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            with running(self._own):
+                return super().forward(*args, **kwargs)
 
     Backend.__name__ = f"Imbrex{base.__name__}"
     return Backend
@@ -188,10 +188,17 @@ def _with_kernel(base: type, kernel: type) -> type:
 @contextlib.contextmanager
 def in_place() -> Iterator[None]:
     """In this block SGLang makes backends with imbrex's kernels."""
-    own = [(gdn_backend, "GDNAttnBackend", GdnKernel), (kda_backend, "KDAAttnBackend", KdaKernel)]
+    own = [
+        (gdn_backend, "GDNAttnBackend", _with_kernel(gdn_backend.GDNAttnBackend, GdnKernel)),
+        (kda_backend, "KDAAttnBackend", _with_kernel(kda_backend.KDAAttnBackend, KdaKernel)),
+        (hybrid_linear_attn_backend, "Mamba2AttnBackend", _with_scan(hybrid_linear_attn_backend.Mamba2AttnBackend)),
+    ]
+    put(gdn_backend, *NAMES, "can_use_fused_qkvzba_causal_conv1d_update_contiguous")
+    put(kda_backend, *NAMES)
+    put(mamba, *NAMES_OF_MIXER, "mamba_chunk_scan_combined", "selective_state_update")
     bases = [getattr(module, name) for module, name, _ in own]
-    for (module, name, kernel), base in zip(own, bases):
-        setattr(module, name, _with_kernel(base, kernel))
+    for module, name, made in own:
+        setattr(module, name, made)
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from typing import Any, Optional
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -32,6 +33,12 @@ class _StateLayer:
         model, conv_dtype = self._model_type(), type_name(self.get_state_dtype()[0])
         if conv_dtype != model:
             raise NotImplementedError(f"imbrex: expected states of convolutions of the model's type {model}, got {conv_dtype}")
+        fields, num_drafts = dict(conv), get_current_vllm_config().num_speculative_tokens
+        rows, needed = self.get_state_shape()[0][-2], fields["width"] - 1 + num_drafts
+        if rows != needed:
+            raise NotImplementedError(f"imbrex: {self.prefix}: expected {needed} rows of a convolution's state with {num_drafts} drafts, got {rows}")
+        if num_drafts:
+            conv = tuple(dict(fields, num_drafts=num_drafts).items())
         self.kind = states.Kind(conv, recurrence)
 
     def _model_type(self) -> str:

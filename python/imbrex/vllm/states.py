@@ -1,7 +1,7 @@
 """Layers with a state in vLLM: a backend whose metadata is a step that is planned already. Its layers are in state_layers.py."""
 
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Union
 
 import torch
 import vllm
@@ -9,8 +9,10 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
+from .._engine_drafts import DraftPlans, DraftStep
 from .._engine_states import Kind, LayerPlans, StepPlans, announce
 from ..engines import check_version, device_text, settings, shared_workspace
 from . import WRITTEN_FOR
@@ -26,37 +28,52 @@ _NULL_BLOCK = 0  # the block of requests that are not there
 class StateMetadata(AttentionMetadata):
     """A step that the plans of its layers know; those of a step without real requests are None."""
 
-    plans: Optional[StepPlans]
+    plans: Optional[Union[StepPlans, DraftStep]]
 
     def plans_of(self, kind: Kind) -> Optional[LayerPlans]:
         return None if self.plans is None else self.plans[kind]
 
 
-class StateBuilder(AttentionMetadataBuilder[StateMetadata]):
-    """Plans for each kind of layer in a group; vLLM calls build() once a step and, where it replays a graph, before that."""
+class StateBuilder(ShortConvAttentionMetadataBuilder):
+    """Plans for each kind of layer in a group; vLLM calls build() once a step and, where it replays a graph, before that.
+
+    Nothing of the base class is used but its name: vLLM tells builders of a few classes how many drafts were accepted, and no others.
+    """
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
+    reorder_batch_threshold = None
+    supports_update_block_table = False
 
     def __init__(self, kv_cache_spec: Any, layer_names: List[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         given = vllm_config.additional_config
         self.settings = settings(given.get("imbrex") if isinstance(given, dict) else None)
         self.device_text = device_text(device)
         self._refuse_configuration()
         # The table that says which slot a request has is on the GPU alone, so steps are planned there.
         self.on_device = self.device_text != "cpu"
+        self.num_drafts = vllm_config.num_speculative_tokens
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
         limits = self._limits()
         self.plans = self._make_plans(layers, **limits)
         self.decode_plans = self.plans
         mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
-        if mode is not None and mode.separate_routine():
+        if mode is not None and mode.separate_routine() and not self.num_drafts:
             # Graphs of decode alone: plans with a token a request launch nothing for prompts.
             self.decode_plans = self._make_plans(layers, **dict(limits, max_num_tokens=max(limits["max_num_reqs"], self._most_captured())))
         self._announce(layers)
 
-    def _make_plans(self, layers: Dict[str, Any], **limits: int) -> StepPlans:
-        plans = StepPlans(self.device_text, self.settings, on_device=self.on_device, workspace=shared_workspace(self.device_text), **limits)
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """With drafts a graph has a pass for each token of a request, so that a graph of decode holds steps whose requests all have as many."""
+        return AttentionCGSupport.UNIFORM_BATCH if vllm_config.num_speculative_tokens else cls._cudagraph_support
+
+    def _make_plans(self, layers: Dict[str, Any], **limits: int) -> Union[StepPlans, DraftPlans]:
+        options = dict(limits, on_device=self.on_device, workspace=shared_workspace(self.device_text))
+        if self.num_drafts:
+            plans = DraftPlans(self.device, self.device_text, self.settings, self.num_drafts, **options)
+        else:
+            plans = StepPlans(self.device_text, self.settings, **options)
         for layer in layers.values():
             plans.add(layer.kind)
         return plans
@@ -75,28 +92,45 @@ class StateBuilder(AttentionMetadataBuilder[StateMetadata]):
 
     def _refuse_configuration(self) -> None:
         config = self.vllm_config
-        if config.speculative_config is not None:
-            raise NotImplementedError(
-                "imbrex: expected no speculative decoding with layers that have a state, got some: their drafts are not supported"
-            )
         if config.parallel_config.use_ubatching:
             raise NotImplementedError("imbrex: expected one stream for a step, got dual batch overlap, whose halves have their own")
         if self.settings.on_device == "never" and self.device_text != "cpu":
             raise ValueError('imbrex: expected on_device "auto" or "always" with layers that have a state on a GPU, got "never"')
 
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> StateMetadata:
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        *,
+        num_accepted_tokens: Optional[torch.Tensor] = None,
+        num_decode_draft_tokens_cpu: Optional[torch.Tensor] = None,
+    ) -> StateMetadata:
+        """num_decode_draft_tokens_cpu is -1 of requests that verify nothing, such as prompts; a request that might have had drafts has 0 of them."""
         cam = common_attn_metadata
         mode = self.vllm_config.cache_config.mamba_cache_mode
         table = mamba_get_block_table_tensor(cam.block_table_tensor, cam.seq_lens, self.kv_cache_spec, mode)
-        slots = table[: cam.num_reqs, 0].to(torch.int32).contiguous()
+        slots = table[: cam.num_reqs, : 1 + self.num_drafts].to(torch.int32)
+        if not self.on_device and not (slots[:, 0] != _NULL_BLOCK).any():  # a warm-up
+            return StateMetadata(None)
+        if self.num_drafts:
+            drafts = torch.full((cam.num_reqs,), -1) if num_decode_draft_tokens_cpu is None else num_decode_draft_tokens_cpu[: cam.num_reqs]
+            accepted = torch.ones_like(slots[:, 0]) if num_accepted_tokens is None else num_accepted_tokens[: cam.num_reqs]
+            starts = cam.query_start_loc_cpu[: cam.num_reqs + 1]
+            return StateMetadata(self.plans.update(starts, cam.seq_lens[: cam.num_reqs], slots, drafts >= 0, accepted))
+        slots = slots[:, 0].contiguous()
         plans = self.decode_plans if cam.max_query_len == 1 else self.plans
         if self.on_device:
             plans.update_on_device(cam.query_start_loc[: cam.num_reqs + 1], cam.seq_lens[: cam.num_reqs], slots, cam.num_actual_tokens)
-            return StateMetadata(plans)
-        if not (slots != _NULL_BLOCK).any():  # a warm-up
-            return StateMetadata(None)
-        plans.update(cam.query_start_loc_cpu[: cam.num_reqs + 1], cam.seq_lens[: cam.num_reqs], slots)
+        else:
+            plans.update(cam.query_start_loc_cpu[: cam.num_reqs + 1], cam.seq_lens[: cam.num_reqs], slots)
         return StateMetadata(plans)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> StateMetadata:
+        """With drafts every request of such a batch verifies as many as it may."""
+        cam = common_attn_metadata
+        drafts = cam.query_start_loc_cpu.diff() - 1 if self.num_drafts else None
+        return self.build(0, cam, num_decode_draft_tokens_cpu=drafts)
 
     def _announce(self, layers: Dict[str, Any]) -> None:
         kinds: Dict[Kind, List[str]] = {}

@@ -59,3 +59,25 @@ def sglang(monkeypatch):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))])
 def device(request):
     return request.param
+
+
+@pytest.fixture
+def states(vllm, monkeypatch):
+    """vLLM's stand-in, whose layers with a state are to be imbrex's."""
+    monkeypatch.setenv("IMBREX_VLLM_STATES", "1")
+    return vllm
+
+
+@pytest.fixture
+def registry(sglang):
+    """The registry of attention backends, with the hooks of plug-ins."""
+    import imbrex.sglang
+    from sglang.srt.layers.attention import attention_registry
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.server_args import LINEAR_ATTN_KERNEL_BACKEND_CHOICES
+
+    imbrex.sglang.register()
+    imbrex.sglang.register()
+    assert LINEAR_ATTN_KERNEL_BACKEND_CHOICES.count("imbrex") == 1 and len(HookRegistry._hooks) == 1
+    HookRegistry.apply_hooks()
+    return attention_registry

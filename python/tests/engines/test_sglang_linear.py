@@ -5,39 +5,31 @@ from types import SimpleNamespace
 import pytest
 
 torch = pytest.importorskip("torch")
-from recurrent_reference import near, recurrence  # noqa: E402
+from recurrent_reference import FLOAT, near, recurrence  # noqa: E402
 from torch.nn.functional import softplus  # noqa: E402
 
+NEAR = max(2e-5, FLOAT)
 HEADS = {"gdn": (2, 4, 16, 32), "kda": (2, 2, 32, 32)}  # of keys and values, and their dimensions
 
 
-@pytest.fixture
-def registry(sglang):
-    """The registry of attention backends, with the hooks of plug-ins."""
-    import imbrex.sglang
-    from sglang.srt.layers.attention import attention_registry
-    from sglang.srt.plugins.hook_registry import HookRegistry
-    from sglang.srt.server_args import LINEAR_ATTN_KERNEL_BACKEND_CHOICES
-
-    imbrex.sglang.register()
-    imbrex.sglang.register()
-    assert LINEAR_ATTN_KERNEL_BACKEND_CHOICES.count("imbrex") == 1 and len(HookRegistry._hooks) == 1
-    HookRegistry.apply_hooks()
-    return attention_registry
-
-
-def dispatcher_of(registry, kind, device="cpu", **phases):
+def backend_of(registry, kind, device="cpu", conv=None, **phases):
+    """conv: the pool of states of convolutions [layers, slots, dim, width - 1]."""
     from sglang.srt.runtime_context import get_exec
 
     asked = dict(dict(linear_attn_backend="triton", linear_attn_decode_backend=None, linear_attn_prefill_backend=None), **phases)
     get_exec().mamba = SimpleNamespace(**asked)
-    runner = SimpleNamespace(device=device, kind=kind)
-    made = registry.attn_backend_wrapper(runner, None).kernel_dispatcher
+    cache = SimpleNamespace(conv=[torch.zeros(1, 9, 8, 3, device=device) if conv is None else conv])
+    runner = SimpleNamespace(device=device, kind=kind, req_to_token_pool=SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache)))
+    made = registry.attn_backend_wrapper(runner, None)
     assert [x.value for x in (runner.linear_attn_backends.decode, runner.linear_attn_backends.prefill)] == [
         "triton" if (name or asked["linear_attn_backend"]) == "triton" else "custom"
         for name in (asked["linear_attn_decode_backend"], asked["linear_attn_prefill_backend"])
     ]
-    return made
+    return made, cache
+
+
+def dispatcher_of(registry, kind, device="cpu", **phases):
+    return backend_of(registry, kind, device, **phases)[0].kernel_dispatcher
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -92,8 +84,8 @@ class Layer:
             expected, state = recurrence(
                 q[:, part], k[:, part], v[:, part], self.decays(a[:, part]), b[:, part].sigmoid(), state=self.state.get(slot), norm=True
             )
-            near(out[:, part], expected, 2e-5)
-            near(self.pool[slot].double().transpose(-1, -2)[None], state, 2e-5)
+            near(out[:, part], expected, NEAR)
+            near(self.pool[slot].double().transpose(-1, -2)[None], state, NEAR)
             self.state[slot] = state
             at += count
         assert out.shape == v.shape

@@ -12,12 +12,6 @@ from vllm_state_runner import Runner  # noqa: E402
 LAYERS = "vllm.model_executor.layers.mamba"
 
 
-@pytest.fixture
-def states(vllm, monkeypatch):
-    monkeypatch.setenv("IMBREX_VLLM_STATES", "1")
-    return vllm
-
-
 def layer_class(name):
     modules = {"QwenGatedDeltaNetAttention": "gdn.qwen_gdn_linear_attn", "KimiGatedDeltaNetAttention": "gdn.kimi_gdn_linear_attn"}
     modules.update(MambaMixer2="mamba_mixer2", MambaMixer="mamba_mixer", ShortConv="short_conv")
@@ -191,10 +185,6 @@ def test_nothing_is_replaced_unless_it_is_asked_for(vllm, monkeypatch):
 
 
 def test_refusals(states, monkeypatch):
-    import vllm.config
-
-    with pytest.raises(NotImplementedError, match="expected no speculative decoding"):
-        runner_of("gdn", speculative=vllm.config.SpeculativeConfig())
     with pytest.raises(NotImplementedError, match="dual batch overlap"):
         runner_of("gdn", ubatching=True)
     with pytest.raises(NotImplementedError, match="expected states of convolutions of the model's type f32, got bf16"):

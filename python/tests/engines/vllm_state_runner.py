@@ -3,6 +3,7 @@
 from math import prod
 
 import torch
+from recurrent_reference import FLOAT
 
 NULL_BLOCK = 0
 
@@ -69,18 +70,23 @@ class Runner:
         """It has ended, or was preempted; whoever gets its blocks finds what it left."""
         self.free += [b for b in request.blocks if b != NULL_BLOCK]
         request.blocks, request.computed, request.expected = [], 0, {}
+        request.first, request.accepted = 0, 1
 
     def _place(self, request, count):
-        """Blocks for the step; with "align" a step that begins a block finds a copy of the last state there, as vLLM's runner makes it."""
-        if self.mode == "none":
-            request.blocks = request.blocks or [self.free.pop()]
-            return
-        last = (request.computed + count - 1) // self.block_size
-        while len(request.blocks) <= last:
+        """Blocks for the step, one for each token that may be a draft; with "align" a step that begins a block finds a copy of the last state there, as vLLM's
+        runner makes it."""
+        before, first = request.first, 0 if self.mode == "none" else (request.computed + count - 1) // self.block_size
+        while len(request.blocks) <= first + self.config.num_speculative_tokens:
             request.blocks.append(self.free.pop())
-        before = (request.computed - 1) // self.block_size
-        if request.computed and before != last:
-            self.memory[:, request.blocks[last]] = self.memory[:, request.blocks[before]]
+        if request.computed and before != first:
+            kept = request.accepted - 1
+            for layer in self.layers:
+                conv, *states = layer.kv_cache
+                conv[request.blocks[first], : conv.shape[1] - kept] = conv[request.blocks[before], kept:].clone()
+                for state in states:
+                    state[request.blocks[first]] = state[request.blocks[before + kept]]
+            request.accepted = 1
+        request.first = first
 
     def common(self, counts, lengths, blocks, total):
         from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -108,34 +114,53 @@ class Runner:
             request.expected[index] = self.reference(self.layers[index], request.rows[index].double())
         return request.expected[index]
 
-    def step(self, scheduled, pad=0, tolerance=1e-5):
-        """Runs [(request, number of new tokens)] through the layers, checks every output, and that no other block has changed."""
-        counts = [n for _, n in scheduled]
-        for request, count in scheduled:
+    def step(self, scheduled, pad=0, tolerance=max(1e-5, FLOAT)):
+        """Runs [(request, number of new tokens)] through the layers, checks every output, and that no other block has changed. A third number says that all
+        tokens but the first are drafts, of which so many are kept: the others are made up."""
+        scheduled = [(*entry, None)[:3] for entry in scheduled]
+        counts = [n for _, n, _ in scheduled]
+        for request, count, _ in scheduled:
             self._place(request, count)
         before = self.memory.clone()
         total = sum(counts) + pad
-        cam = self.common(counts, [r.computed + n for r, n in scheduled], [r.blocks for r, _ in scheduled], total)
-        metadata = self.builder.build(common_prefix_len=0, common_attn_metadata=cam)
+        cam = self.common(counts, [r.computed + n for r, n, _ in scheduled], [r.blocks for r, _, _ in scheduled], total)
+        metadata = self.builder.build(common_prefix_len=0, common_attn_metadata=cam, **self._drafts(scheduled))
         for index, layer in enumerate(self.layers):
-            rows = torch.cat([r.rows[index][r.computed : r.computed + n] for r, n in scheduled])
-            rows = torch.cat([rows, rows.new_full((pad, rows.shape[1]), float("nan"))])
-            out, at = self.forward(layer, rows, metadata), 0
-            for request, count in scheduled:
-                expected = self.expected(index, request)[request.computed : request.computed + count]
-                error = (out[at : at + count].double() - expected).abs().max() / expected.abs().max()
+            rows = [self._rows(index, *entry) for entry in scheduled]
+            rows.append(rows[0].new_full((pad, rows[0].shape[1]), float("nan")))
+            out, at = self.forward(layer, torch.cat(rows), metadata), 0
+            for request, count, kept in scheduled:
+                right = count if kept is None else 1 + kept
+                expected = self.expected(index, request)[request.computed : request.computed + right]
+                error = (out[at : at + right].double() - expected).abs().max() / expected.abs().max()
                 assert error <= tolerance, (index, request.computed, count, error)
                 at += count
-        for request, count in scheduled:
-            request.computed += count
-            written = request.blocks[(request.computed - 1) // self.block_size] if self.mode == "align" else request.blocks[0]
-            before[:, written, : self.size] = self.memory[:, written, : self.size]
+        for request, count, kept in scheduled:
+            request.computed += count if kept is None else 1 + kept
+            request.accepted = 1 if kept is None else 1 + kept
+            for written in request.blocks[request.first :][: 1 if kept is None else count]:
+                before[:, written, : self.size] = self.memory[:, written, : self.size]
         assert torch.equal(before, self.memory)
+
+    def _rows(self, index, request, count, kept):
+        right = count if kept is None else 1 + kept
+        rows = request.rows[index][request.computed : request.computed + right]
+        assert len(rows) == right, "the request has no more tokens"
+        return torch.cat([rows, 10 * torch.randn_like(rows[:1]).expand(count - right, -1)])
+
+    def _drafts(self, scheduled):
+        """What vLLM tells a builder where drafts are made."""
+        if not self.config.num_speculative_tokens:
+            return {}
+        drafts = torch.tensor([-1 if kept is None else n - 1 for _, n, kept in scheduled], dtype=torch.int32)
+        accepted = torch.tensor([r.accepted for r, *_ in scheduled], dtype=torch.int32, device=self.device)
+        return dict(num_accepted_tokens=accepted, num_decode_draft_tokens_cpu=drafts)
 
 
 class Request:
     def __init__(self, rows):
         self.rows, self.computed, self.blocks, self.expected = rows, 0, [], {}
+        self.first, self.accepted = 0, 1  # which of its blocks has its state, and how many tokens of its last step were right
 
 
 def columns(layer):

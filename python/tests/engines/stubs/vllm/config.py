@@ -89,6 +89,10 @@ class VllmConfig:
     kv_transfer_config: Any = None
     additional_config: Any = field(default_factory=dict)
 
+    @property
+    def num_speculative_tokens(self):
+        return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens or 0
+
 
 _current = None
 

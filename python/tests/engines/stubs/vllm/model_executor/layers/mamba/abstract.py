@@ -23,7 +23,8 @@ class MambaBase(AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config):
         cache = vllm_config.cache_config
-        return MambaSpec(cache.mamba_block_size, tuple(self.get_state_shape()), self.get_state_dtype(), cache.mamba_cache_mode)
+        shapes, drafts = tuple(self.get_state_shape()), vllm_config.num_speculative_tokens
+        return MambaSpec(cache.mamba_block_size, shapes, self.get_state_dtype(), cache.mamba_cache_mode, num_speculative_blocks=drafts)
 
 
 class Linear(nn.Module):
@@ -55,7 +56,7 @@ class StateLayer(PluggableLayer, MambaBase):
         config = get_current_vllm_config()
         self.model_config, self.cache_config, self.prefix = config.model_config, config.cache_config, prefix
         self.state_dtype, self.conv_dtype = state_dtype, conv_dtype or config.model_config.dtype
-        self.tp_size, self.activation = 1, "silu"
+        self.tp_size, self.activation, self.drafts = 1, "silu", config.num_speculative_tokens
         config.compilation_config.static_forward_context[prefix] = self
 
     def get_state_dtype(self):

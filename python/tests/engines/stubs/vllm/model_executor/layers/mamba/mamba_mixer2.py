@@ -17,7 +17,7 @@ class MambaMixer2(StateLayer):
         self.D, self.dt_bias = (nn.Parameter(torch.randn(self.num_heads), requires_grad=False) for _ in range(2))
 
     def get_state_shape(self):
-        return (self.conv_kernel_size - 1, self.tped_conv_size), (self.num_heads, self.head_dim, self.ssm_state_size)
+        return (self.conv_kernel_size - 1 + self.drafts, self.tped_conv_size), (self.num_heads, self.head_dim, self.ssm_state_size)
 
     def forward(self, rows):
         out = rows.new_zeros(len(rows), self.num_heads * self.head_dim)

@@ -14,7 +14,7 @@ class ShortConv(StateLayer):
         self.conv = convolution(self.dim, self.L_cache, bias=True)
 
     def get_state_shape(self):
-        return ((self.L_cache - 1, self.dim),)
+        return ((self.L_cache - 1 + self.drafts, self.dim),)
 
     def get_state_dtype(self):
         return (self.conv_dtype,)

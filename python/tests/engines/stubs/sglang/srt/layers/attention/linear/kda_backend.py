@@ -1,6 +1,12 @@
-from sglang.srt.layers.attention.linear.utils import Dispatcher
+from sglang.srt.layers.attention.linear.utils import backend_with
 
 
-class KDAAttnBackend:
-    def __init__(self, model_runner):
-        self.kernel_dispatcher = Dispatcher(model_runner.linear_attn_backends)
+def causal_conv1d_fn(x, weight, bias, **options):
+    return "SGLang's prompts"
+
+
+def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, **options):
+    return "SGLang's tokens"
+
+
+KDAAttnBackend = backend_with(globals())

@@ -33,3 +33,34 @@ class Dispatcher:
                 raise ValueError(f"Unsupported {name} backend: {getattr(backends, name)}")
         self.decode_kernel = self.extend_kernel = self.verify_kernel = "triton"
         self.supports_packed_decode = self.supports_packed_decode_safe_gate = True
+
+
+def backend_with(names):
+    """A backend whose methods find functions in `names`, the module's globals."""
+
+    class Backend:
+        def __init__(self, model_runner):
+            self.kernel_dispatcher = Dispatcher(model_runner.linear_attn_backends)
+
+        def forward_decode(self, x, conv_states, weight, bias, indices):
+            can_fuse = names.get("can_use_fused_qkvzba_causal_conv1d_update_contiguous")
+            if can_fuse is not None and can_fuse(x)[0]:
+                return "SGLang's fused kernel"
+            return names["causal_conv1d_update"](x, conv_states, weight, bias, "silu", conv_state_indices=indices)
+
+        def forward_extend(self, x, conv_states, weight, bias, indices, starts, earlier):
+            if x.dim() == 3:  # drafts
+                return names["causal_conv1d_update"](x, conv_states, weight, bias, "silu", conv_state_indices=indices, intermediate_conv_window=x)
+            return names["causal_conv1d_fn"](
+                x.transpose(0, 1),
+                weight,
+                bias,
+                activation="silu",
+                conv_states=conv_states,
+                has_initial_state=earlier,
+                cache_indices=indices,
+                query_start_loc=starts,
+                seq_lens_cpu=starts.diff().tolist(),
+            )
+
+    return Backend

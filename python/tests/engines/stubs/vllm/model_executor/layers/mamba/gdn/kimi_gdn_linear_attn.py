@@ -18,7 +18,7 @@ class KimiGatedDeltaNetAttention(StateLayer):
         self.gate_lower_bound = gate_lower_bound
 
     def get_state_shape(self):
-        return (self.conv_size - 1, 3 * self.local_projection_size), (self.local_num_heads, self.head_dim, self.head_dim)
+        return (self.conv_size - 1 + self.drafts, 3 * self.local_projection_size), (self.local_num_heads, self.head_dim, self.head_dim)
 
     def o_norm(self, x, gate):
         return x * torch.sigmoid(gate)

@@ -18,7 +18,7 @@ class QwenGatedDeltaNetAttention(StateLayer):
         self._forward_method = self.forward_cpu
 
     def get_state_shape(self):
-        return (self.conv_kernel_size - 1, self.conv_dim), (self.num_v_heads, self.head_v_dim, self.head_k_dim)
+        return (self.conv_kernel_size - 1 + self.drafts, self.conv_dim), (self.num_v_heads, self.head_v_dim, self.head_k_dim)
 
     def get_kv_cache_spec(self, vllm_config):
         raise AssertionError("states that are exported amid a prompt")
