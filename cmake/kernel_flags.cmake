@@ -42,4 +42,8 @@ if(CMAKE_CXX_FLAGS MATCHES "-fsanitize=thread")
   list(FILTER alike INCLUDE REGEX "/([a-z_]+_)?(avx2|avx512_bf16|amx)\\.cpp$")
   set_property(SOURCE ${alike} APPEND PROPERTY COMPILE_OPTIONS -O0 -fno-sanitize=thread)
 endif()
+# Beside fuzzers kernels only have to be there: the tests under AddressSanitizer watch them.
+if(IMBREX_FUZZED_ONLY)
+  set_property(SOURCE ${kernel_files} APPEND PROPERTY COMPILE_OPTIONS -O0 -fno-sanitize=all)
+endif()
 set_property(SOURCE ${rolled} APPEND PROPERTY COMPILE_DEFINITIONS IMBREX_NO_UNROLL)
