@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds imbrex._core with AddressSanitizer and gives the Python surfaces wrong arguments: scripts/python_fuzz.sh PREBUILT [ARGUMENTS]
-#   PREBUILT   a build folder of the preset `asan`, with its libimbrex.a
+#   PREBUILT   a build folder of the preset `asan` or `fuzz`, with its libimbrex.a
 #   ARGUMENTS  of python/tests/fuzz_surfaces.py: `--case 17`, `--of torch`
 # PYTHON is the interpreter, with NumPy and nanobind (PyTorch too for `--of torch`); without it one is made.
 set -euo pipefail

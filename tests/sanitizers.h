@@ -1,5 +1,5 @@
 #pragma once
-// Which sanitizer a test is built with, for tests that do less there or ask it for something.
+// Which sanitizer a test is built with, and whether an emulator runs it, for tests that do less there or ask for something.
 
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer)
@@ -19,6 +19,13 @@ inline constexpr bool kAddressSanitizer = false;
 inline constexpr bool kThreadSanitizer = true;
 #else
 inline constexpr bool kThreadSanitizer = false;
+#endif
+
+// Set by tests/CMakeLists.txt where the compiler is for another machine.
+#ifdef IMBREX_EMULATED
+inline constexpr bool kEmulated = true;
+#else
+inline constexpr bool kEmulated = false;
 #endif
 
 }  // namespace imbrex::test

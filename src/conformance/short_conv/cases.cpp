@@ -187,8 +187,6 @@ void add_many(ConvTable& table) {
 
 }  // namespace
 
-int ShortConvCase::num_tokens() const { return imbrex::num_tokens(requests); }
-
 std::span<const ShortConvCase> short_conv_cases() {
   static const std::vector<ShortConvCase> all = [] {
     ConvTable table;

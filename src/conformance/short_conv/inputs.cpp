@@ -44,6 +44,8 @@ HostTensor parameters(const ShortConvCase& c, ConvSequence sequence, std::vector
 
 }  // namespace
 
+int ShortConvCase::num_tokens() const { return imbrex::num_tokens(requests); }
+
 ShortConvCaseInputs::Rows ShortConvCaseInputs::past_rows(size_t request) const {
   const ShortConvCaseRequest& r = requests[request];
   const int first = r.accepted * (spec.tree_drafts ? spec.width - 1 : 1);
