@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
+#include <utility>
 
 #include "cuda/compiled.h"
 #include "cuda/needs.h"
@@ -120,6 +122,16 @@ TEST(AttentionSm80, AModelsFolderHasWhatItsPlansLoad) {
                                                {"merge_results.cu", 1},  {"plan_tables.cu", 1}, {"plan_batch.cu", 1},
                                                {"attention_sm80.cu", 8}, {"merge.cu", 2}};
   EXPECT_EQ(files, expected);
+}
+
+// What a plan for many requests loads is in a folder too, for GPUs that have such a kernel.
+TEST(AttentionSm80, AFolderOfRecurrencesHasTheKernelOfManyStates) {
+  const LayerSpec layer = RecurrentSpec{.num_k_heads = 16, .num_v_heads = 32, .head_dim_k = 128, .head_dim_v = 128};
+  for (const auto& [arch, count] : {std::pair{"sm_80", 0}, {"sm_90a", 1}, {"sm_100a", 1}, {"sm_120", 0}}) {
+    const std::vector<ShippedKernel> kernels = shipped_kernels(arch, {&layer, 1});
+    const auto streams = [](const ShippedKernel& kernel) { return kernel.key.path == "recurrent_stream.cu"; };
+    EXPECT_EQ(std::ranges::count_if(kernels, streams), count) << arch;
+  }
 }
 
 // And for one of recurrences with convolutions in front, which are kernels of another family.

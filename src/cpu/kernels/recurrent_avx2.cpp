@@ -9,12 +9,6 @@
 namespace imbrex::cpu {
 
 extern const RecurrentKernels recurrent_avx2;
-const RecurrentKernels recurrent_avx2 = {"avx2",
-                                         run_recurrent,
-                                         run_narrow_recurrent,
-                                         run_recurrent_chunks<ChunkScratch<FloatProducts>>,
-                                         chunk_scratch_bytes<FloatProducts>,
-                                         finish_outputs,
-                                         false};
+constinit const RecurrentKernels recurrent_avx2 = kernels_with<FloatProducts>("avx2", false);
 
 }  // namespace imbrex::cpu

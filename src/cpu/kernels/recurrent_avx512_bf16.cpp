@@ -10,12 +10,6 @@
 namespace imbrex::cpu {
 
 extern const RecurrentKernels recurrent_avx512_bf16;
-const RecurrentKernels recurrent_avx512_bf16 = {"avx512_bf16",
-                                                run_recurrent,
-                                                run_narrow_recurrent,
-                                                run_recurrent_chunks<ChunkScratch<PairProducts>>,
-                                                chunk_scratch_bytes<PairProducts>,
-                                                finish_outputs,
-                                                true};
+constinit const RecurrentKernels recurrent_avx512_bf16 = kernels_with<PairProducts>("avx512_bf16", true);
 
 }  // namespace imbrex::cpu

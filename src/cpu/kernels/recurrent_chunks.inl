@@ -200,5 +200,17 @@ void run_recurrent_chunks(const RecurrentParams& p, const RecurrentItem& item, i
   }
 }
 
+// The kernels of an instruction set whose chunks have these products.
+template <class Products>
+constexpr RecurrentKernels kernels_with(const char* isa, bool rounded) {
+  return {isa,
+          run_recurrent,
+          run_narrow_recurrent,
+          run_recurrent_chunks<ChunkScratch<Products>>,
+          chunk_scratch_bytes<Products>,
+          finish_outputs,
+          rounded};
+}
+
 }  // namespace
 }  // namespace imbrex::cpu

@@ -9,12 +9,6 @@
 namespace imbrex::cpu {
 
 extern const RecurrentKernels recurrent_generic;
-const RecurrentKernels recurrent_generic = {"generic",
-                                            run_recurrent,
-                                            run_narrow_recurrent,
-                                            run_recurrent_chunks<ChunkScratch<FloatProducts>>,
-                                            chunk_scratch_bytes<FloatProducts>,
-                                            finish_outputs,
-                                            false};
+constinit const RecurrentKernels recurrent_generic = kernels_with<FloatProducts>("generic", false);
 
 }  // namespace imbrex::cpu

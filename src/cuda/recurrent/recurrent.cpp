@@ -80,12 +80,13 @@ std::optional<StreamKernel> stream_kernel(std::string_view arch, const Recurrent
   constexpr int kLeastDimK = 64, kLeastWarps = 4, kMostDimKOfChannels = 128, kLeastWarpsOfChannels = 8;
   const int dim_k = spec.head_dim_k, dim_v = spec.head_dim_v, state_size = int(size_of(spec.state_dtype));
   const bool channels = spec.channel_gate || spec.channel_rates;
-  if (device.sm < 90 || is_narrow(spec) || spec.tree_drafts || spec.layout == StateLayout::k_first) return {};
+  const int sm = arch_number(arch) / 10;
+  if (sm < 90 || is_narrow(spec) || spec.tree_drafts || spec.layout == StateLayout::k_first) return {};
   if (dim_k < kLeastDimK || dim_k * state_size % kAlignedBytes != 0 || recurrent_warps(dim_k, dim_v) < kLeastWarps) return {};
   if (channels && (dim_k > kMostDimKOfChannels || recurrent_warps(dim_k, dim_v) < kLeastWarpsOfChannels)) return {};
   const int blocks = recurrent_stream_blocks(dim_k, dim_v);
   const int bytes = recurrent_stream_bytes(dim_k, dim_v, state_size, channels);
-  if (device.max_smem_bytes > 0 && blocks * bytes > device.max_smem_bytes) return {};
+  if (blocks * bytes > smem_of(sm, device)) return {};
   return StreamKernel{.key = {"recurrent_stream.cu", std::string(arch), token_constants(spec)}, .blocks_together = blocks};
 }
 

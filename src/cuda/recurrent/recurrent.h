@@ -28,8 +28,8 @@ struct StreamKernel {
   KernelKey key;
   int blocks_together = 0;  // of a multiprocessor, which stay
 };
-// None before Hopper, for trees of drafts, for states with values innermost or whose rows are no multiples of 16 bytes, and for small
-// heads.
+// None before Hopper or with little shared memory, for trees of drafts, for states with values innermost or whose rows are no multiples of
+// 16 bytes, for small heads, and for decays of channels that leave too few registers.
 std::optional<StreamKernel> stream_kernel(std::string_view arch, const RecurrentSpec&, const DeviceInfo&);
 
 // Of a launch, in plans that are made from then on. Tests take fewer, so that few units stream.

@@ -22,7 +22,7 @@ struct RecurrentVariant {
     return cuda::recurrent_kernels(arch(), spec, {}) == cuda::recurrent_kernels(arch(), layer, {});
   }
   cuda::KernelKey key() const { return cuda::recurrent_kernel(arch(), layer).key; }
-  std::optional<cuda::StreamKernel> stream_kernel() const { return cuda::stream_kernel(arch(), layer, {.sm = sm}); }
+  std::optional<cuda::StreamKernel> stream_kernel() const { return cuda::stream_kernel(arch(), layer, {}); }
   std::optional<cuda::OutputKernel> output_kernel() const { return cuda::output_kernel(arch(), layer); }
   // Of its prompts, on a GPU that has multiprocessors for segments.
   std::optional<cuda::ChunkKernels> chunks() const { return cuda::chunk_kernels(arch(), layer, {.num_workers = 132}); }
