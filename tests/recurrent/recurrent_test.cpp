@@ -47,6 +47,9 @@ TEST(Recurrent, CasesAreAsExactAsFloats) {
 
 // Of tensors of bf16 prompts are products of bf16 where the CPU has these: in AMX tiles also with decays of channels.
 TEST(Recurrent, PromptsTakeTheBestProducts) {
+#if !defined(__x86_64__)
+  GTEST_SKIP() << "these instructions are x86's";
+#endif
   const BackendOf<RecurrentFamily>& backend = *find_backend<RecurrentFamily>("cpu_avx512");
   RecurrentSpec gdn = recurrent_layer("gdn"), kda = recurrent_layer("kda"), floats = gdn, mamba1 = recurrent_layer("mamba1");
   floats.dtype = DType::f32;
