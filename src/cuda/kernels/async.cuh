@@ -188,10 +188,33 @@ DEVICE void tma_load_to_all(u32 to, const TensorMap& map, u32 barrier, u64 l2, i
       : "memory");
 }
 
+DEVICE void tma_load_to_all(u32 to, const TensorMap& map, u32 barrier, u64 l2, int blocks, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], "
+      "[%1, {%3, %4, %5}], [%2], %7, %6;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(l2), "h"(static_cast<unsigned short>((1 << blocks) - 1))
+      : "memory");
+}
+
+// A box of shared memory to the tensor; what lies outside of it is left out. The box may change once this thread has waited.
+DEVICE void tma_store(const TensorMap& map, u32 from, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];\ncp.async.bulk.commit_group;" ::"l"(&map),
+               "r"(from), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+DEVICE void tma_wait_for_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 // Contiguous bytes to shared memory; `barrier` gets them. Both addresses and the number are multiples of 16.
 DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
                "r"(barrier)
+               : "memory");
+}
+
+// To the same place in each of the cluster's thread blocks whose bit is set in `blocks`, and the number to the barrier there.
+DEVICE void bulk_load_to(u32 blocks, u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier), "h"(static_cast<unsigned short>(blocks))
                : "memory");
 }
 

@@ -107,9 +107,11 @@ std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const Recurrent
   const int shared_heads =
       std::min(group, spec.delta ? 4 : 8);  // value heads of a key head that a thread block of recurrent_weights.cu takes
   ChunkKernels k{.maps = sm90, .tile = kTile, .blocks_together = blocks_together};
+  const int tiles = dim_v / kTile;
+  if (sm90 && (tiles % 2 == 0 || (tiles == 1 && group % 2 == 0))) k.cluster = 2;
   k.weights_units = spec.num_k_heads * parts_of(group, shared_heads);
   k.threads = sm90 ? kRecurrentChunkSm90Threads : kRecurrentChunkThreads;
-  k.units = spec.num_v_heads * (dim_v / kTile);
+  k.units = spec.num_v_heads * tiles;
   k.weights_bytes = spec.num_v_heads * int64_t(recurrent_weights_bytes(dim_k, spec.delta, channels));
   k.carried_bytes = int64_t(spec.num_v_heads) * dim_k * dim_v * int64_t(sizeof(float));
   const gpu::Constant norms{"kNorms", spec.qk_norm};
@@ -131,6 +133,7 @@ std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const Recurrent
                    {"kSkip", spec.skip},
                    {"kBlocksTogether", blocks_together},
                    {"kEnds", ends}}};
+    if (sm90) key.config.push_back({"kCluster", ends ? 1 : int(k.cluster)});
     if (!sm90) key.config.push_back({"kStages", stages});
     return key;
   };
@@ -171,7 +174,7 @@ std::optional<OutputKernel> output_kernel(std::string_view arch, const Recurrent
   return kernel;
 }
 
-bool encode_chunk_maps(ChunkMaps& maps, const RecurrentInputs& in) {
+bool encode_chunk_maps(ChunkMaps& maps, const RecurrentInputs& in, const RecurrentOutputs& out) {
   const auto encode = [](CUtensorMap& map, const TensorView& t) {
     const uint64_t size = uint64_t(size_of(t.dtype));
     const uint64_t sizes[3] = {uint64_t(t.size(2)), uint64_t(t.size(1)), uint64_t(t.size(0))};
@@ -179,7 +182,7 @@ bool encode_chunk_maps(ChunkMaps& maps, const RecurrentInputs& in) {
     const uint32_t box[3] = {uint32_t(kTensorMapLine / size), 1, kRecurrentChunk};
     return encode_tensor_map(map, t.dtype, t.data, 3, sizes, strides, box);
   };
-  return encode(maps.q, in.q) && encode(maps.k, in.k) && encode(maps.v, in.v);
+  return encode(maps.q, in.q) && encode(maps.k, in.k) && encode(maps.v, in.v) && encode(maps.out, out.out);
 }
 
 ChunkRounds::ChunkRounds(const ChunkKernels& kernels, const PlanLimits& limits) {

@@ -45,6 +45,7 @@ struct ChunkKernels {
   const char* weights_entry = "recurrent_weights";
   int weights_threads = kRecurrentWeightsThreads;  // of a block there
   bool maps = false;                               // `chunks` takes ChunkMaps too
+  unsigned cluster = 1;                            // thread blocks of `chunks` that take the same chunks together
   int weights_units = 0;                           // thread blocks that a chunk needs there
   int tile = 0;                                    // values that a thread block of `chunks` has
   int threads = 0;                                 // of it
@@ -69,18 +70,23 @@ struct OutputKernel {
 std::optional<OutputKernel> output_kernel(std::string_view arch, const RecurrentSpec&);
 constexpr int kLeastChunked = 16;  // RecurrentParams::least_chunked
 
-// Queries, keys and values for TMA.
+// Queries, keys, values and outputs for TMA.
 struct ChunkMaps {
-  CUtensorMap q, k, v;
+  CUtensorMap q, k, v, out;
 };
-bool encode_chunk_maps(ChunkMaps&, const RecurrentInputs&);  // false where TMA cannot read one
+bool encode_chunk_maps(ChunkMaps&, const RecurrentInputs&, const RecurrentOutputs&);  // false where TMA cannot read or write one
 
 // What is made of chunks lies in scratch, of as many chunks at a time as there is room for: the others are other rounds.
 struct ChunkRounds {
   ChunkRounds(const ChunkKernels&, const PlanLimits&);
   // How many numbers chunks of a step may have, as recurrent_chunks_parts.cuh numbers them.
   static int64_t numbers(int64_t num_tokens, int64_t num_reqs) { return num_reqs == 0 ? 0 : num_tokens / kRecurrentChunk + num_reqs; }
-  int64_t each = 0;       // numbers of a round
+  // Numbers of a round where a step has so many: as few rounds as there can be, of one length, which then end where requests do more often.
+  int64_t each_of(int64_t step_numbers) const {
+    const int64_t rounds = (step_numbers + each - 1) / each;
+    return (step_numbers + rounds - 1) / rounds;
+  }
+  int64_t each = 0;       // numbers that there is room for
   int64_t carried = 0;    // where in scratch two places for states that go on begin, or those of segments
   int most_segments = 1;  // of a request; more only where there is one round
   int64_t bytes = 0;      // of scratch

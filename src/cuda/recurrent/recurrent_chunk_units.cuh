@@ -29,14 +29,17 @@ struct Stage {
   DEVICE u32 empty() const { return at + barriers_at + 8; }
 };
 extern __shared__ __align__(1024) char memory[];
+DEVICE char* block_memory() { return memory; }
 
-DEVICE Stage stage_at(int place) { return {shared_address(memory) + u32(place * Stage::bytes)}; }
+DEVICE Stage stage_at(int place) { return {shared_address(block_memory()) + u32(place * Stage::bytes)}; }
 DEVICE const ChunkNumbers& numbers_at(int place) {
-  return *reinterpret_cast<const ChunkNumbers*>(memory + place * Stage::bytes + Stage::numbers_at);
+  return *reinterpret_cast<const ChunkNumbers*>(block_memory() + place * Stage::bytes + Stage::numbers_at);
 }
 
 // What the state is multiplied by over the chunk, of each channel.
-DEVICE const float* decays_at(int place) { return reinterpret_cast<const float*>(memory + place * Stage::bytes + Stage::decays_at); }
+DEVICE const float* decays_at(int place) {
+  return reinterpret_cast<const float*>(block_memory() + place * Stage::bytes + Stage::decays_at);
+}
 
 DEVICE int chunks_in(const RecurrentItem& item) { return (item.end - item.begin + kChunk - 1) / kChunk; }
 DEVICE int segments_in(const RecurrentParams& p, const RecurrentItem& item) {

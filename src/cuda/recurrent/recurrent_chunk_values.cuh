@@ -208,22 +208,25 @@ DEVICE void store_transposed(const u32 (&words)[4], const Place& place) {
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const u32 at = place(i / 4 * 8 + lane_id() % 4 * 2 + i % 2, i / 2 % 2) - shared_address(memory) + u32(lane_id() / 4 * 2);
-      *reinterpret_cast<u16*>(memory + at) = u16(words[i / 2] >> i % 2 * 16);
+      const u32 at = place(i / 4 * 8 + lane_id() % 4 * 2 + i % 2, i / 2 % 2) - shared_address(block_memory()) + u32(lane_id() / 4 * 2);
+      *reinterpret_cast<u16*>(block_memory() + at) = u16(words[i / 2] >> i % 2 * 16);
     }
   }
 }
 
-// Outputs of the tokens from `begin` on go out by the place that the warp's values had.
-DEVICE void store_outputs(const RecurrentParams& p, const Unit& unit, int begin, const Stage& stage, int value, const Columns& y) {
-  constexpr int kHalves = kWarpValues / 8;
-  char* const to = p.out + begin * p.out_token_stride + unit.head * p.out_head_stride + (unit.first_value + value) * kSize;
+// Outputs come to the place that the warp's values had.
+DEVICE void place_outputs(const Stage& stage, int value, const Columns& y) {
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     u32 words[4];
     pack_factor(y.of[2 * block], y.of[2 * block + 1], words);
     store_transposed(words, [&](int row, int half) { return place_in(stage.v(), 16 * block + row, value / 8 + half); });
   }
+}
+// And from there to memory, as those of the tokens from `begin` on.
+DEVICE void store_outputs(const RecurrentParams& p, const Unit& unit, int begin, const Stage& stage, int value) {
+  constexpr int kHalves = kWarpValues / 8;
+  char* const to = p.out + begin * p.out_token_stride + unit.head * p.out_head_stride + (unit.first_value + value) * kSize;
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < kChunk * kHalves / 32; ++i) {

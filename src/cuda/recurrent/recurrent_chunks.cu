@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
       scale_columns(u, n.written);
       decay_sums(s, number % kStages);
       multiply_written(factor_of(u), stage, s);
-      if constexpr (!kEnds) store_outputs(p, unit, begin, stage, value, y);
+      if constexpr (!kEnds) place_outputs(stage, value, y), store_outputs(p, unit, begin, stage, value);
       if constexpr (kOnePlace) {
         __syncthreads();  // all warps have read the rest
         copy_rest(p, ahead, number + 1);

@@ -2,7 +2,8 @@
 // there keys and queries come with their decays from recurrent_channel_weights.cu. Launched by cuda/recurrent/recurrent_plan.cpp.
 //
 // Four warps compute 64 values together. First factors are in their registers, second ones in shared memory as they are; while products are
-// made, the warps do other things. A fifth warp has chunks loaded by TMA and bulk copies.
+// made, the warps do other things. A fifth warp has chunks loaded by TMA and bulk copies. Thread blocks of a cluster have values of one
+// head, or heads of one key head, and take the same chunks at a time.
 #include "recurrent_chunk_values.cuh"
 
 namespace imbrex::cuda {
@@ -81,31 +82,64 @@ struct Maps {
   const TensorMap &q, &k, &v;
 };
 
-// Blocks of a triangle from `first` on, in the order without zeros.
-template <class Order, int first, int count>
-DEVICE void load_blocks(u32 to, const char* from, u32 barrier) {
-  static_assert(Order::pad(first + count - 1) == Order::pad(first) + count - 1);
-  bulk_load(to + u32(Order::pad(first) * kBlockBytes), from + first * kBlockBytes, count * kBlockBytes, barrier);
-}
-DEVICE void load_weights(const Stage& stage, const char* weights) {
+// What more than one block of a cluster reads is loaded once, to all of them: keys and queries for all, and what else a chunk has of a head
+// for the neighbours that have this head.
+constexpr int kHeadBlocks = kCluster < kUnits ? kCluster : kUnits;
+static_assert(kUnits % kHeadBlocks == 0 && kCluster % kHeadBlocks == 0 && (!kEnds || kMoreTiles % kHeadBlocks == 0));
+
+struct Share {
+  int rank = kCluster == 1 ? 0 : shuffle(int(cluster_rank()), 0);
+  int turn = 0;
+
+  // Loads take turns: whether the next one is this block's, of those that all have and of those of a head.
+  DEVICE bool takes() { return turn++ % kCluster == rank; }
+  DEVICE bool takes_of_head() { return turn++ % kHeadBlocks == rank % kHeadBlocks; }
+  DEVICE void load(u32 to, const TensorMap& map, u32 barrier, u64 l2, int x, int y, int z) {
+    if (!takes()) return;
+    if constexpr (kCluster > 1) {
+      tma_load_to_all(to, map, barrier, l2, kCluster, x, y, z);
+    } else {
+      tma_load(to, map, barrier, l2, x, y, z);
+    }
+  }
+  DEVICE void load(u32 to, const char* from, u32 bytes, u32 barrier) {
+    if constexpr (kHeadBlocks > 1) {
+      bulk_load_to(((1u << kHeadBlocks) - 1) << (rank / kHeadBlocks * kHeadBlocks), to, from, bytes, barrier);
+    } else {
+      bulk_load(to, from, bytes, barrier);
+    }
+  }
+  // Blocks of a triangle from `first` on, in the order without zeros.
+  template <class Order, int first, int count>
+  DEVICE void load_blocks(u32 to, const char* from, u32 barrier) {
+    static_assert(Order::pad(first + count - 1) == Order::pad(first) + count - 1);
+    load(to + u32(Order::pad(first) * kBlockBytes), from + first * kBlockBytes, count * kBlockBytes, barrier);
+  }
+};
+
+DEVICE void load_weights(const Stage& stage, const char* weights, Share& share) {
   const u32 full = stage.full();
-  if constexpr (kDelta) {
-    load_blocks<TOrder, 0, 2>(stage.t(), weights, full);
-    load_blocks<TOrder, 2, 7>(stage.t(), weights, full);
-    load_blocks<TOrder, 9, 1>(stage.t(), weights, full);
+  if (kDelta && share.takes_of_head()) {
+    share.load_blocks<TOrder, 0, 2>(stage.t(), weights, full);
+    share.load_blocks<TOrder, 2, 7>(stage.t(), weights, full);
+    share.load_blocks<TOrder, 9, 1>(stage.t(), weights, full);
   }
-  if constexpr (!kEnds) {
-    load_blocks<POrder, 0, 4>(stage.p(), weights + WeightsLayout::p, full);
-    load_blocks<POrder, 4, 3>(stage.p(), weights + WeightsLayout::p, full);
-    load_blocks<POrder, 7, 2>(stage.p(), weights + WeightsLayout::p, full);
-    load_blocks<POrder, 9, 1>(stage.p(), weights + WeightsLayout::p, full);
+  if (!kEnds && share.takes_of_head()) {
+    share.load_blocks<POrder, 0, 4>(stage.p(), weights + WeightsLayout::p, full);
+    share.load_blocks<POrder, 4, 3>(stage.p(), weights + WeightsLayout::p, full);
+    share.load_blocks<POrder, 7, 2>(stage.p(), weights + WeightsLayout::p, full);
+    share.load_blocks<POrder, 9, 1>(stage.p(), weights + WeightsLayout::p, full);
   }
-  bulk_load(stage.at + Stage::numbers_at, weights + WeightsLayout::numbers, sizeof(ChunkNumbers), full);
+  if (share.takes_of_head()) share.load(stage.at + Stage::numbers_at, weights + WeightsLayout::numbers, sizeof(ChunkNumbers), full);
   if constexpr (kChannelGate) {
-    bulk_load(stage.at + Stage::decays_at, weights + WeightsLayout::decays, kDimK * 4, full);
-    bulk_load(stage.k(), weights + WeightsLayout::known, Stage::keys, full);
-    if constexpr (!kEnds) bulk_load(stage.q(), weights + WeightsLayout::asked, Stage::keys, full);
-    bulk_load(stage.written(), weights + WeightsLayout::written, Stage::keys, full);
+    if (share.takes_of_head()) share.load(stage.at + Stage::decays_at, weights + WeightsLayout::decays, kDimK * 4, full);
+#pragma unroll
+    for (int part = 0; part < kDimK / 64; ++part) {
+      const int at = part * kColumnBytes;
+      if (share.takes_of_head()) share.load(stage.k() + u32(at), weights + WeightsLayout::known + at, kColumnBytes, full);
+      if (!kEnds && share.takes_of_head()) share.load(stage.q() + u32(at), weights + WeightsLayout::asked + at, kColumnBytes, full);
+      if (share.takes_of_head()) share.load(stage.written() + u32(at), weights + WeightsLayout::written + at, kColumnBytes, full);
+    }
   }
 }
 
@@ -114,20 +148,22 @@ constexpr int kLoaded = WeightsLayout::bytes + (kChannelGate ? 0 : 2 * Stage::ke
 // By a warp.
 DEVICE void load_chunks(const RecurrentParams& p, const Maps& maps) {
   const u64 l2 = l2_normal();
+  const Share of_block;
   Ring<kStages> place;
   for (ChunkCursor ahead(p); ahead.is_there(); ahead.next(p), place.next()) {
     const Stage stage = stage_at(place.at);
     mbarrier_wait(stage.empty(), place.parity ^ 1);
     if (elect_one()) {
+      Share share = of_block;
       const int key_head = ahead.key_head(p), begin = ahead.begin;
       mbarrier_arrive_expect(stage.full(), kLoaded + (ahead.unit.is_transition() ? 0 : Stage::values));
 #pragma unroll
       for (int column = 0; !kChannelGate && column < kDimK / 64; ++column) {
-        tma_load(stage.k() + u32(column * kColumnBytes), maps.k, stage.full(), l2, 64 * column, key_head, begin);
-        if constexpr (!kEnds) tma_load(stage.q() + u32(column * kColumnBytes), maps.q, stage.full(), l2, 64 * column, key_head, begin);
+        share.load(stage.k() + u32(column * kColumnBytes), maps.k, stage.full(), l2, 64 * column, key_head, begin);
+        if constexpr (!kEnds) share.load(stage.q() + u32(column * kColumnBytes), maps.q, stage.full(), l2, 64 * column, key_head, begin);
       }
       if (!ahead.unit.is_transition()) tma_load(stage.v(), maps.v, stage.full(), l2, ahead.unit.first_value, ahead.unit.head, begin);
-      load_weights(stage, ahead.weights(p));
+      load_weights(stage, ahead.weights(p), share);
     }
     __syncwarp();
   }
@@ -148,7 +184,16 @@ DEVICE void clear_others(const Stage& stage, int count) {
   named_barrier_sync(1, kComputing);
 }
 
-DEVICE void compute_chunks(const RecurrentParams& p) {
+// In all blocks that load to this one's stage.
+DEVICE void release(const Stage& stage) {
+  if constexpr (kCluster > 1) {
+    if (lane_id() < kCluster) mbarrier_arrive_at<false>(stage.empty(), u32(lane_id()));
+  } else {
+    if (lane_id() == 0) mbarrier_arrive(stage.empty());
+  }
+}
+
+DEVICE void compute_chunks(const RecurrentParams& p, const TensorMap& out) {
   const int value = warp_id() * kWarpValues;
   Ring<kStages> place;
   for (Unit unit(p); unit.is_there(); unit.next(p)) {
@@ -191,12 +236,20 @@ DEVICE void compute_chunks(const RecurrentParams& p) {
       begin_written(factor_of(u), stage, s);
       if constexpr (!kEnds) {
         wait_for<1>(y);
-        store_outputs(p, unit, begin, stage, value, y);
+        place_outputs(stage, value, y);
+        if (unit.end - begin < kChunk) {
+          store_outputs(p, unit, begin, stage, value);
+        } else {
+          async_proxy_fence();
+          named_barrier_sync(1, kComputing);
+          if (threadIdx.x == 0) tma_store(out, stage.v(), unit.first_value, unit.head, begin);
+        }
       }
       wait_for<0>(s);
       async_proxy_fence();  // TMA writes where outputs were
+      if (threadIdx.x == 0) tma_wait_for_stores();
       __syncwarp();
-      if (lane_id() == 0) mbarrier_arrive(stage.empty());
+      release(stage);
     }
     end_sums(p, unit, value, s);
   }
@@ -209,37 +262,48 @@ DEVICE void clear_zeros(int triangle) {
 #pragma unroll
   for (int block = 0; block < Order::num_zeros; ++block)
     for (int i = int(threadIdx.x); i < kStages * kWords; i += kThreads)
-      *reinterpret_cast<uint4*>(memory + i / kWords * Stage::bytes + triangle + Order::zeros[block] * kBlockBytes + i % kWords * 16) = {};
+      *reinterpret_cast<uint4*>(block_memory() + i / kWords * Stage::bytes + triangle + Order::zeros[block] * kBlockBytes +
+                                i % kWords * 16) = {};
 }
 DEVICE void clear_zeros() {
   if constexpr (kDelta) clear_zeros<TOrder>(Stage::t_at);
   clear_zeros<POrder>(Stage::p_at);
 }
 
+DEVICE void sync_together() {
+  if constexpr (kCluster > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
     recurrent_chunks(const __grid_constant__ RecurrentParams p, const __grid_constant__ TensorMap q_map,
-                     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
+                     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+                     const __grid_constant__ TensorMap out_map) {
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int place = 0; place < kStages; ++place) {
       mbarrier_init(stage_at(place).full(), 1);
-      mbarrier_init(stage_at(place).empty(), kComputing / 32);
+      mbarrier_init(stage_at(place).empty(), kComputing / 32 * kCluster);
     }
     mbarrier_fence_init();
   }
   clear_zeros();
   async_proxy_fence();
-  __syncthreads();
+  sync_together();
   griddep_wait();
   if constexpr (kMoved) registers_shrink<kOwnRegisters>();  // what each has beside the other blocks
   if (threadIdx.x < kComputing) {
     if constexpr (kMoved) registers_grow<kComputeRegisters>();
-    compute_chunks(p);
+    compute_chunks(p, out_map);
   } else {
     if constexpr (kMoved) registers_shrink<kLoadRegisters>();
     if (warp_id() == kComputing / 32) load_chunks(p, {q_map, k_map, v_map});
   }
   griddep_launch();
+  if constexpr (kCluster > 1) cluster_sync();  // what others load comes to a block that is there
 }
 
 }  // namespace imbrex::cuda

@@ -175,33 +175,33 @@ void RecurrentCudaPlan::launch_chunks(const RecurrentParams& params, const Chunk
                                       CUstream cu) const {
   const int64_t numbers = std::max<int64_t>(ChunkRounds::numbers(num_tokens, num_reqs), 1);
   const int64_t most_blocks = int64_t(std::max(device_.num_workers, 1)) * chunks_->blocks_together;
-  const auto shape = [&](int64_t units) {
-    return LaunchShape{
-        .grid_x = unsigned(std::min(units, most_blocks)), .threads = unsigned(chunks_->threads), .programmatic = device_.sm >= 90};
-  };
-  const auto launch = [&](const Kernel& kernel, int64_t units, const RecurrentParams& p) {
-    chunks_->maps ? kernel.launch(shape(units), cu, p, maps.q, maps.k, maps.v) : kernel.launch(shape(units), cu, p);
+  const auto launch = [&](const Kernel& kernel, int64_t units, unsigned cluster, const RecurrentParams& p) {
+    const int64_t blocks = std::max<int64_t>(std::min(units, most_blocks) / cluster, 1) * cluster;
+    const LaunchShape shape{
+        .grid_x = unsigned(blocks), .threads = unsigned(chunks_->threads), .cluster = cluster, .programmatic = device_.sm >= 90};
+    chunks_->maps ? kernel.launch(shape, cu, p, maps.q, maps.k, maps.v, maps.out) : kernel.launch(shape, cu, p);
   };
   RecurrentParams p = params;
   p.weights = static_cast<char*>(scratch_->data.get());
   const auto carried = [&](int64_t round) {
     return reinterpret_cast<float*>(p.weights + rounds_->carried + round % 2 * chunks_->carried_bytes);
   };
-  for (int64_t first = 0, round = 0; first < numbers; first += rounds_->each, ++round) {
-    p.first_chunk = int(first), p.end_chunk = int(std::min(first + rounds_->each, numbers));
+  const int64_t each = rounds_->each_of(numbers);
+  for (int64_t first = 0, round = 0; first < numbers; first += each, ++round) {
+    p.first_chunk = int(first), p.end_chunk = int(std::min(first + each, numbers));
     p.carried_in = carried(round), p.carried_out = carried(round + 1);
     const int64_t weights_blocks = int64_t(p.end_chunk - p.first_chunk) * chunks_->weights_units;
     chunk_entries_[0].launch(
         {.grid_x = unsigned(weights_blocks), .threads = unsigned(chunks_->weights_threads), .programmatic = device_.sm >= 90}, cu, p);
     if (p.most_segments > 1) {
       p.segments = carried(0);
-      launch(chunk_entries_[2], num_reqs * p.most_segments * chunks_->ends_units, p);
+      launch(chunk_entries_[2], num_reqs * p.most_segments * chunks_->ends_units, 1, p);
       chunk_entries_[3].launch({.grid_x = unsigned(std::min(num_reqs * chunks_->segments_units, most_blocks)),
                                 .threads = unsigned(kRecurrentJoinThreads),
                                 .programmatic = device_.sm >= 90},
                                cu, p);
     }
-    launch(chunk_entries_[1], num_reqs * p.most_segments * chunks_->units, p);
+    launch(chunk_entries_[1], num_reqs * p.most_segments * chunks_->units, chunks_->cluster, p);
   }
 }
 
@@ -230,7 +230,7 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
     const auto in_chunks = [&](const imbrex::StateRequest& r) { return chunked_tokens(p, r.end - r.begin, r.drafts); };
     const bool has_chunks = !known || std::ranges::any_of(step.requests, [&](const auto& r) { return in_chunks(r) > 0; });
     ChunkMaps maps;
-    if (has_chunks && chunks_->maps && !encode_chunk_maps(maps, in)) {
+    if (has_chunks && chunks_->maps && !encode_chunk_maps(maps, in, out)) {
       p.least_chunked = 0;
     } else if (has_chunks) {
       has_tokens = !known || std::ranges::any_of(step.requests, [&](const auto& r) { return in_chunks(r) < r.end - r.begin; });

@@ -11,6 +11,7 @@
 namespace imbrex::cuda {
 
 constexpr int kThreads = kRecurrentWeightsThreads, kWarps = kThreads / 32;
+constexpr int kBlocksTogether = kArch < 900 ? 3 : 5;  // that a multiprocessor has memory for
 static_assert(kWarps == kBlocks);
 
 // Of a value head: sums of its tokens' logarithms (to base 2), and what is multiplied to values.
@@ -24,12 +25,16 @@ struct Tiles {
 struct Diagonals {
   float of[kDelta ? kShared : 1][kBlocks][16][kDiagonalPitch];
 };
+// What products of tokens become, which takes their place.
+struct Factors {
+  Diagonals diagonals;
+  char blocks[kDelta ? kShared : 1][kTriangleBytes];  // of A, and on the diagonal of D, in f16, as four matrices each
+};
 struct SharedStorage {
   union {
     Tiles tiles;
-    Diagonals diagonals;  // once products of tokens are there
+    Factors factors;
   };
-  char blocks[kDelta ? kShared : 1][kTriangleBytes];  // of A, and on the diagonal of D, in f16, as four matrices each
   float k_norms[kChunk], q_norms[kChunk];
   HeadNumbers of_head[kShared];
 };
@@ -158,10 +163,10 @@ DEVICE void store_scores(const Scores& scores, int warp, SharedStorage& s, int h
           const float* const k = scores.k[2 * block + i] + 2 * half;
           const float a[2] = {betas[half] * factors[0] * k[0], betas[half] * factors[1] * k[1]};
           if (block == warp) {
-            *reinterpret_cast<float2*>(&s.diagonals.of[head][warp][row % 16][column % 16]) = {a[0], a[1]};
+            *reinterpret_cast<float2*>(&s.factors.diagonals.of[head][warp][row % 16][column % 16]) = {a[0], a[1]};
           } else {
-            *reinterpret_cast<u32*>(s.blocks[head] + TOrder::index(warp, block) * kBlockBytes + (2 * half + i) * 128 + lane_id() * 4) =
-                pack_f16(a[0], a[1]);
+            *reinterpret_cast<u32*>(s.factors.blocks[head] + TOrder::index(warp, block) * kBlockBytes + (2 * half + i) * 128 +
+                                    lane_id() * 4) = pack_f16(a[0], a[1]);
           }
         }
       }
@@ -171,14 +176,14 @@ DEVICE void store_scores(const Scores& scores, int warp, SharedStorage& s, int h
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) recurrent_weights(const __grid_constant__ RecurrentParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurrent_weights(const __grid_constant__ RecurrentParams p) {
   griddep_wait();
   SharedStorage& s = shared_storage();
   const int warp = warp_id(), shares = (p.group + kShared - 1) / kShared, parts = p.num_v_heads / p.group * shares;
   const int chunk = p.first_chunk + int(blockIdx.x) / parts, part = int(blockIdx.x) % parts, key_head = part / shares;
   const auto [begin, count] = tokens_of_chunk(p, chunk);
   if (count > 0) {
-    const u32 k = shared_address(memory), q = k + sizeof s.tiles.k, blocks = shared_address(memory) + u32(s.blocks[0] - memory);
+    const u32 k = shared_address(memory), q = k + sizeof s.tiles.k, blocks = shared_address(memory) + u32(s.factors.blocks[0] - memory);
     copy_rows<kDimK / 8, kThreads>(k, p.k + begin * p.k_token_stride + key_head * p.k_head_stride, p.k_token_stride, count);
     copy_rows<kDimK / 8, kThreads>(q, p.q + begin * p.q_token_stride + key_head * p.q_head_stride, p.q_token_stride, count);
     copy_async_commit();
@@ -202,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) recurrent_weights(cons
 #pragma unroll 1
       for (int pair = warp; pair < heads * kBlocks / 2; pair += kWarps) {
         const int i = pair / (kBlocks / 2), block = pair % (kBlocks / 2) * 2 + lane_id() / 16;
-        invert_diagonal(s.diagonals.of[i][block], s.blocks[i] + TOrder::index(block, block) * kBlockBytes);
+        invert_diagonal(s.factors.diagonals.of[i][block], s.factors.blocks[i] + TOrder::index(block, block) * kBlockBytes);
       }
       __syncthreads();
 #pragma unroll 1

@@ -223,6 +223,25 @@ struct ShortSegments {
 
 // Long requests come in segments, of three chunks and more, with a state in front of them and without one. What does not decay is still
 // there in the last of them.
+// Of blocks of a cluster that load for each other, one may be far behind: what comes for it must not be over what it has not read.
+TEST_F(RecurrentOnFakeDriver, BlocksOfAClusterWaitForEachOther) {
+  int variants = 0;
+  for (const RecurrentVariant& variant : recurrent_variants()) {
+    if (!variant.chunks() || variant.chunks()->cluster == 1) continue;
+    ++variants;
+    use(variant);
+    RecurrentCase c{.name = variant.name, .spec = variant.layer, .requests = {{300}}};
+    c.spec.num_v_heads /= c.spec.num_k_heads, c.spec.num_k_heads = 1;
+    const RecurrentCaseInputs in = make_inputs(c);
+    const RecurrentExpected expected = expect(in, 0, true);
+    for (int turn = 0; turn < 4; ++turn) {  // another warp hardly runs in each
+      const RecurrentJudgement judgement = judge(expected, in, run(in));
+      EXPECT_TRUE(judgement.pass()) << c.name << ": " << judgement.failure;
+    }
+  }
+  EXPECT_GE(variants, 1);
+}
+
 TEST_F(RecurrentOnFakeDriver, LongRequestsComeInSegments) {
   const ShortSegments short_segments;
   for (const RecurrentVariant& variant : recurrent_variants()) {

@@ -30,7 +30,7 @@ inline void use_recurrent_text(const imbrex::test::RecurrentVariant& variant) {
     if (chunks->most_segments > 1) put_into_cache(chunks->ends), put_into_cache(chunks->segments);
     std::vector<size_t>& sizes = state().param_sizes["recurrent_chunks"];
     state().param_sizes[chunks->weights_entry] = state().param_sizes["recurrent_segments"] = sizes = {sizeof(RecurrentParams)};
-    if (chunks->maps) sizes.insert(sizes.end(), 3, sizeof(CUtensorMap));
+    if (chunks->maps) sizes.insert(sizes.end(), 4, sizeof(CUtensorMap));
   }
   const std::string ends = variant.chunks() ? variant.chunks()->ends.str() : "";
   run_texts([name = std::string(variant.name), ends, outputs = std::string(variant.outputs)](const Launch& launch) {

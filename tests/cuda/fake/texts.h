@@ -35,14 +35,20 @@ inline imbrex::test::TensorMap map_of(const std::vector<unsigned char>& paramete
   return map;
 }
 
-// Asynchronous work happens late in every other launch, and warps take turns in another order in each.
+// Asynchronous work happens late in every other launch, and warps take turns in another order in each, where in a cluster one of them
+// hardly runs.
 inline void run_text(const std::string& library, const Launch& launch, unsigned blocks) {
   static std::map<std::string, imbrex::test::Library> libraries;
   static unsigned chance = 0;
   if (!libraries.contains(library)) libraries[library] = imbrex::test::open_library(library);
-  imbrex::test::TensorMap maps[3];
-  for (size_t i = 1; i < launch.all_params.size() && i < 4; ++i) maps[i - 1] = map_of(launch.all_params[i]);
-  libraries[library].run(launch.all_params.at(0).data(), maps, {.blocks = int(blocks), .late_copies = chance % 2 == 0, .chance = chance});
+  imbrex::test::TensorMap maps[4];
+  for (size_t i = 1; i < launch.all_params.size() && i <= std::size(maps); ++i) maps[i - 1] = map_of(launch.all_params[i]);
+  const unsigned warps = launch.threads / 32 * launch.cluster;
+  libraries[library].run(launch.all_params.at(0).data(), maps,
+                         {.blocks = int(blocks),
+                          .late_copies = chance % 2 == 0,
+                          .chance = chance,
+                          .starved = launch.cluster > 1 ? int(chance / 2 % warps) : -1});
   ++chance;
 }
 #endif
@@ -50,7 +56,9 @@ inline void run_text(const std::string& library, const Launch& launch, unsigned 
 // Launches run the text of the library that `library_of` names, until state().on_launch is another one.
 inline void run_texts([[maybe_unused]] std::function<std::string(const Launch&)> library_of) {
 #ifdef IMBREX_LANES
-  state().on_launch = [library_of = std::move(library_of)](const Launch& launch) { run_text(library_of(launch), launch, launch.grid_x); };
+  state().on_launch = [library_of = std::move(library_of)](const Launch& launch) {
+    run_text(library_of(launch), launch, launch.grid_x / launch.cluster);
+  };
 #endif
 }
 

@@ -135,44 +135,86 @@ inline u64 l2_first_out() { return 0; }
 inline u64 l2_normal() { return 0; }
 inline void async_proxy_fence_global() {}
 inline void async_proxy_fence() {}
-inline void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
+inline void bulk_load_of(int rank, u32 to, const void* from, u32 bytes, u32 barrier) {
   if (to % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) lanes::fail("a bulk load that is not of whole units");
-  lanes::shared_at(to + bytes - 16, 16);  // its last unit is in shared memory too
-  write_later(mbarrier_at(barrier), bytes, [place = lanes::shared_at(to, 16), from, bytes] { std::memcpy(place, from, bytes); });
+  lanes::shared_at(to + bytes - 16, 16, rank);  // its last unit is in shared memory too
+  write_later(mbarrier_at(barrier, rank), bytes,
+              [place = lanes::shared_at(to, 16, rank), from, bytes] { std::memcpy(place, from, bytes); });
+}
+inline void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) { bulk_load_of(lanes::block.rank(), to, from, bytes, barrier); }
+
+inline void bulk_load_to(u32 blocks, u32 to, const void* from, u32 bytes, u32 barrier) {
+  for (int rank = 0; rank < int(kMostBlocks); ++rank)
+    if ((blocks >> rank & 1) != 0) bulk_load_of(rank, to, from, bytes, barrier);
 }
 
 // The pieces of 16 bytes in a row of 128 (64, 32) bytes change places by bits 7 and up of their address, as many as number them.
 inline u32 swizzled(u32 address, u32 row_bytes) { return address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4; }
 
-inline void tma_load_to(int rank, u32 to, const TensorMap& map, u32 barrier, int x, int y, int z, int w) {
-  const u32 row_bytes = u32(map.box[0] * map.element_bytes);
-  const bool swizzles = row_bytes == 128 || row_bytes == 64;
-  if (row_bytes % 16 != 0 || map.box[0] > 256) lanes::fail("a box of rows that TMA cannot load");
-  if (to % (swizzles ? 8 * row_bytes : 128) != 0) lanes::fail("a box that does not begin with a swizzle, or 128 bytes");
-  const auto load = [=, at = std::array<long, 4>{x, y, z, w}] {
-    u32 place = to;
+// A box of a tensor and of shared memory, of which TMA copies one to the other.
+struct Box {
+  TensorMap map;
+  std::array<long, 4> at;  // in the tensor
+  int rank;                // of the block whose shared memory it is
+  u32 place;
+
+  u32 row_bytes() const { return u32(map.box[0] * map.element_bytes); }
+  u32 bytes() const { return row_bytes() * u32(map.box[1] * map.box[2] * map.box[3]); }
+  bool swizzles() const { return row_bytes() == 128 || row_bytes() == 64; }
+  void check() const {
+    if (row_bytes() % 16 != 0 || map.box[0] > 256) lanes::fail("a box of rows that TMA cannot copy");
+    if (place % (swizzles() ? 8 * row_bytes() : 128) != 0) lanes::fail("a box that does not begin with a swizzle, or 128 bytes");
+  }
+  // Calls visit(where an element lies in shared memory, and in the tensor, and whether it is one of the tensor's).
+  template <class Visit>
+  void each_element(const Visit& visit) const {
+    u32 next = place;
     for (long l = at[3]; l < at[3] + map.box[3]; ++l)
       for (long k = at[2]; k < at[2] + map.box[2]; ++k)
         for (long j = at[1]; j < at[1] + map.box[1]; ++j)
-          for (long i = at[0]; i < at[0] + map.box[0]; ++i, place += u32(map.element_bytes)) {
+          for (long i = at[0]; i < at[0] + map.box[0]; ++i, next += u32(map.element_bytes)) {
             const long index[] = {i, j, k, l};
-            const char* from = map.data;
+            const char* element = map.data;
             bool inside = true;
             for (int d = 0; d < 4; ++d) {
               inside = inside && index[d] >= 0 && index[d] < map.sizes[d];
-              from += index[d] * map.strides[d];
+              element += index[d] * map.strides[d];
             }
-            char* const element = lanes::shared_at(swizzles ? swizzled(place, row_bytes) : place, u32(map.element_bytes), rank);
-            inside ? std::memcpy(element, from, size_t(map.element_bytes)) : std::memset(element, 0, size_t(map.element_bytes));
+            visit(lanes::shared_at(swizzles() ? swizzled(next, row_bytes()) : next, u32(map.element_bytes), rank), element, inside);
           }
-  };
-  write_later(mbarrier_at(barrier, rank), row_bytes * u32(map.box[1] * map.box[2] * map.box[3]), load);
+  }
+};
+
+inline void tma_load_to(int rank, u32 to, const TensorMap& map, u32 barrier, int x, int y, int z, int w) {
+  const Box box{map, {x, y, z, w}, rank, to};
+  box.check();
+  write_later(mbarrier_at(barrier, rank), box.bytes(), [box] {
+    const size_t size = size_t(box.map.element_bytes);
+    box.each_element([=](char* shared, const char* element, bool inside) {
+      inside ? std::memcpy(shared, element, size) : std::memset(shared, 0, size);
+    });
+  });
 }
 inline void tma_load(u32 to, const TensorMap& map, u32 barrier, u64, int x, int y, int z, int w = 0) {
   tma_load_to(lanes::block.rank(), to, map, barrier, x, y, z, w);
 }
-inline void tma_load_to_all(u32 to, const TensorMap& map, u32 barrier, u64, int blocks, int x, int y, int z, int w) {
+inline void tma_load_to_all(u32 to, const TensorMap& map, u32 barrier, u64, int blocks, int x, int y, int z, int w = 0) {
   for (int rank = 0; rank < blocks; ++rank) tma_load_to(rank, to, map, barrier, x, y, z, w);
+}
+
+// What is stored is what lies there when the thread waits at the latest: who changes it before that is told by the outputs.
+inline void tma_store(const TensorMap& map, u32 from, int x, int y, int z) {
+  const Box box{map, {x, y, z, 0}, lanes::block.rank(), from};
+  box.check();
+  const auto store = [box] {
+    box.each_element([&](const char* shared, const char* element, bool inside) {
+      if (inside) std::memcpy(const_cast<char*>(element), shared, size_t(box.map.element_bytes));
+    });
+  };
+  lanes::block.late_copies ? lanes::block.fiber().open_stores.push_back(store) : store();
+}
+inline void tma_wait_for_stores() {
+  for (const auto& store : std::exchange(lanes::block.fiber().open_stores, {})) store();
 }
 
 // --- registers and wgmma

@@ -8,10 +8,13 @@
 // `maps`: of a kernel that takes them.
 template <class Kernel, class Params>
 void call(Kernel kernel, const Params& p, [[maybe_unused]] const imbrex::test::TensorMap* maps) {
+  using Map = imbrex::test::TensorMap;
   if constexpr (std::is_invocable_v<Kernel, const Params&>) {
     kernel(p);
-  } else {
+  } else if constexpr (std::is_invocable_v<Kernel, const Params&, const Map&, const Map&, const Map&>) {
     kernel(p, maps[0], maps[1], maps[2]);
+  } else {
+    kernel(p, maps[0], maps[1], maps[2], maps[3]);
   }
 }
 

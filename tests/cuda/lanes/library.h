@@ -9,7 +9,7 @@
 
 namespace imbrex::test {
 
-struct Library {  // maps: null, or q, k and v
+struct Library {  // maps: null, or q, k, v and outputs
   void (*run)(const void* params, const TensorMap* maps, const Launch&);
   unsigned (*smem_bytes)();
 };

@@ -38,8 +38,9 @@ struct Fiber {
   const void* ready_of = nullptr;
   bool done = false;
   long meetings = 0;
-  std::vector<Copy> open;                 // copies since the last commit
-  std::vector<std::vector<Copy>> groups;  // committed, not waited for
+  std::vector<Copy> open;                          // copies since the last commit
+  std::vector<std::vector<Copy>> groups;           // committed, not waited for
+  std::vector<std::function<void()>> open_stores;  // of TMA, that nobody has waited for
   std::vector<std::function<void()>> open_products;
   std::vector<std::vector<std::function<void()>>> product_groups;
 };
