@@ -26,8 +26,10 @@ struct RunArguments {
 void show(ProgressBar& bar, const serve::ReplayProgress& p) {
   if (!bar.on()) return;
   const double done = p.total_tokens > 0 ? double(p.finished_tokens) / double(p.total_tokens) : 0;
-  bar.show(done, fmt::format("{}/{} requests  {} running, {} waiting  {}", p.finished_requests, p.total_requests, p.running, p.waiting,
-                             serve::format_seconds(p.wall_s)));
+  constexpr double kEnough = 0.01;  // of the tokens, for an estimate from them
+  const std::string left = done < kEnough ? "" : fmt::format(", about {:.0f} s left", p.wall_s * (1 - done) / done);
+  bar.show(done, fmt::format("{}/{} requests  {} running, {} waiting  {}{}", p.finished_requests, p.total_requests, p.running, p.waiting,
+                             serve::format_seconds(p.wall_s), left));
 }
 
 std::string utc_now() {
@@ -58,7 +60,7 @@ int run_trace(RunArguments& o) {
   if (!o.no_ceilings) context.ceilings = serve::ceilings_of(device, r.num_threads, 1.5);
   serve::ReplayResult result;
   {
-    ProgressBar bar(!o.quiet);
+    ProgressBar bar(!o.quiet, true);
     r.progress = [&](const serve::ReplayProgress& progress) {
       show(bar, progress);
       return true;

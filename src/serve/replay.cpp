@@ -22,6 +22,10 @@ namespace imbrex::serve {
 namespace {
 
 constexpr uint64_t kSampleTag = 0x73616d70, kDraftTag = 0x64726166;
+// Samples wait until there are so many, or their states take so much, since those of one step have lengths too different to keep all
+// workers busy until the last ends.
+constexpr int kSamplesOfWorker = 32;
+constexpr int64_t kMostSampleBytes = 256 << 20;
 
 class Replay {
  public:
@@ -71,6 +75,7 @@ class Replay {
   std::vector<uint64_t> keys_of_path(Row) const;
   void count(ReplayWork& sort);
   void check_layers(int first, int end);
+  void verify();
   bool report_progress(double wall_s);
   void finish();  // fills what the result still lacks
 
@@ -91,7 +96,8 @@ class Replay {
   std::vector<Row> tokens_;     // of the step
   std::vector<Row> outputs_;    // those that an output token is made from
   std::vector<WantedRow> wanted_;
-  std::vector<VerifySample> samples_;
+  std::vector<VerifySample> samples_;               // not recomputed yet
+  int64_t sample_bytes_ = 0;                        // of their states
   std::vector<uint64_t> digests_, decode_digests_;  // per worker
   std::vector<double> step_seconds_, step_requests_;
   std::vector<double> occupancy_time_;  // per group
@@ -219,7 +225,8 @@ void Replay::count(ReplayWork& sort) {
 
 // Digests of the outputs that tokens are made from, and a sample of all outputs recomputed.
 void Replay::check_layers(int first, int end) {
-  wanted_.clear(), samples_.clear();
+  wanted_.clear();
+  const size_t first_sample = samples_.size();
   std::vector<size_t> digest_begin, sampled;  // of a layer's outputs_, and of each sample, in wanted_
   for (int layer = first; layer < end; ++layer) {
     const int out_rows = runner_->kind_of(layer).out_rows();
@@ -246,6 +253,7 @@ void Replay::check_layers(int first, int end) {
                           .name = model_.layers[size_t(layer)].name,
                           .target = runner_->target(layer, out_row),
                           .state = row.slot < 0 ? std::vector<char>() : runner_->fetch_state(layer, out_row, row.slot, row.row)});
+      sample_bytes_ += int64_t(samples_.back().state.size());
     }
   }
   if (wanted_.empty()) return;
@@ -263,8 +271,18 @@ void Replay::check_layers(int first, int end) {
       }
     }
   });
-  for (size_t i = 0; i < samples_.size(); ++i) samples_[i].actual = fetched[sampled[i]];
+  for (size_t i = 0; i < sampled.size(); ++i) {
+    VerifySample& sample = samples_[first_sample + i];
+    sample.actual.assign(fetched[sampled[i]], fetched[sampled[i]] + runner_->kind_of(sample.layer).out_length());
+  }
+  if (samples_.size() >= size_t(kSamplesOfWorker) * size_t(parallel_.num_workers) || sample_bytes_ >= kMostSampleBytes) verify();
+}
+
+// Recomputes what was sampled since the last call.
+void Replay::verify() {
   if (verifier_) verifier_->run(samples_);
+  samples_.clear();
+  sample_bytes_ = 0;
 }
 
 bool Replay::report_progress(double wall_s) {
@@ -361,6 +379,9 @@ ReplayResult Replay::run() {
 
 void Replay::finish() {
   ReplayResult& r = result_;
+  Timer timer;
+  verify();
+  r.times.verify_s += timer.lap();
   r.model = model_.name;
   r.family = model_.family;
   r.trace = trace_.source;

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstring>
 #include <exception>
+#include <functional>
+#include <numeric>
 #include <optional>
 
 #include "attention/kv_codec.h"
@@ -52,8 +54,7 @@ struct Verifier::Worker {
   std::optional<AttentionSpec> spec;  // that the plan is for
   std::unique_ptr<AttentionPlan> plan;
   int plan_keys = 0;
-  std::vector<uint16_t> q;
-  std::vector<char> k, v;
+  std::vector<char> q, k, v;  // of the types of the plan's spec
   std::vector<float> out;
 
   std::optional<ShortConvSpec> conv_spec;
@@ -63,10 +64,9 @@ struct Verifier::Worker {
 
 // Attention of one query to the ragged keys in Worker::k and v, of some q heads that share a kv head.
 struct Verifier::HeadCall {
-  AttentionSpec spec;  // with noise columns behind the values
-  int keys = 0, dim_v = 0, noise = 0, first_head = 0;
-  int room = 4;  // of the bound: for roundings to bf16, in its unit times the noise
-  AttentionInputs parameters;
+  AttentionSpec spec;
+  int keys = 0;
+  AttentionInputs parameters = {};
 };
 
 void Verifier::Outcome::add(double wanted, double got, double allowed, int of_head, int at, bool is_of_state) {
@@ -100,9 +100,8 @@ Verifier::Verifier(const Synthetic& synthetic, uint64_t seed, int prefix_block, 
 Verifier::~Verifier() = default;
 
 void Verifier::check_spec(const LayerSpec& layer) {
-  if (std::holds_alternative<ShortConvSpec>(layer) || std::holds_alternative<RecurrentSpec>(layer)) return;
-  const auto* mla = std::get_if<MlaSpec>(&layer);
-  const AttentionSpec spec = mla != nullptr ? mla->expanded_spec() : std::get<AttentionSpec>(layer);
+  if (!std::holds_alternative<AttentionSpec>(layer)) return;
+  const auto& spec = std::get<AttentionSpec>(layer);
   const int limit = Synthetic::kMaxDim - noise_columns(spec);
   check(spec.head_dim_v <= limit, "replay.verify.head_dim_v", "verification needs head_dim_v <= {}, {} has {}", limit, spec.str(),
         spec.head_dim_v);
@@ -124,12 +123,13 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const Attentio
 
   const size_t size = size_t(size_of(kv_dtype_)), k_bytes = size * size_t(dim_qk), v_bytes = size * size_t(dim_v);
   const size_t noise_bytes = size * size_t(noise);
-  w.q.resize(size_t(group) * size_t(dim_qk));
+  const size_t q_bytes = size_t(dim_qk) * sizeof(uint16_t);
+  w.q.resize(size_t(group) * q_bytes);
   w.k.resize(size_t(keys) * k_bytes);
   w.v.resize(size_t(keys) * (v_bytes + noise_bytes));
   for (int h = 0; h < group; ++h) {
     const int64_t offset = synthetic_.offset(Side::q, sample.layer, target.kv_head * group + h, key_of(sample, sample.position));
-    std::memcpy(w.q.data() + size_t(h) * size_t(dim_qk), synthetic_.pool().data() + offset, size_t(dim_qk) * sizeof(uint16_t));
+    std::memcpy(w.q.data() + size_t(h) * q_bytes, synthetic_.pool().data() + offset, q_bytes);
   }
   const Side side_of_values = codec_of(spec).values_in_keys ? Side::k : Side::v;
   char *k = w.k.data(), *v = w.v.data();
@@ -143,54 +143,94 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const Attentio
     std::memcpy(v + v_bytes, (negative ? negative_pool_ : pool_).data() + from_v, noise_bytes);
   }
 
-  HeadCall call{
-      .spec = head_spec(spec), .keys = keys, .dim_v = dim_v, .noise = noise, .first_head = target.kv_head * group, .parameters = {}};
-  target.parameters->view(call.parameters, call.first_head, group);
-  return attend(sample, call, w);
+  HeadCall call{.spec = head_spec(spec), .keys = keys};
+  target.parameters->view(call.parameters, target.kv_head * group, group);
+  attend(call, w);
+  constexpr int kRoom = 4;  // roundings to bf16
+  const size_t columns = size_t(dim_v) + size_t(noise);
+  Outcome worst;
+  for (int h = 0; h < group; ++h) {
+    const auto head = std::span(w.out).subspan(size_t(h) * columns, columns);
+    double squares = 0;
+    for (const float x : head.subspan(size_t(dim_v))) squares += double(x) * x;
+    const std::vector<double> expected(head.begin(), head.begin() + dim_v);
+    compare(sample.actual.data() + h * dim_v, expected, std::sqrt(squares / noise), kRoom, target.kv_head * group + h, worst);
+  }
+  return worst;
 }
 
-// The head's keys and values from the latents, of which the cache holds rounded ones.
+// The keys and values of a head are products of its weights and the latents, and a product of weights with the query, or with a sum of
+// latents, is the same in double precision: the keys are the latents themselves.
 Verifier::Outcome Verifier::recompute(const VerifySample& sample, const MlaTarget& target, Worker& w) const {
   const MlaSpec& spec = *target.spec;
   const MlaParameters& parameters = *target.parameters;
-  const int rank = spec.kv_lora_rank, nope = spec.qk_nope_dim, dim_qk = spec.qk_dim(), dim_v = spec.v_dim;
-  AttentionSpec head = spec.expanded_spec();
-  head.num_q_heads = head.num_kv_heads = 1;
-  const int noise = noise_columns(head), first = int(first_visible_key(spec.mask, sample.position)), keys = sample.position + 1 - first;
-  head.head_dim_v += noise;
-  head.kv_dtype = DType::f32;
-  w.q.resize(size_t(dim_qk));
-  std::memcpy(w.q.data(), synthetic_.pool().data() + synthetic_.offset(Side::q, sample.layer, target.head, key_of(sample, sample.position)),
-              size_t(dim_qk) * sizeof(uint16_t));
-  w.k.resize(size_t(keys) * size_t(dim_qk) * sizeof(float));
-  w.v.resize(size_t(keys) * size_t(dim_v + noise) * sizeof(float));
+  const int rank = spec.kv_lora_rank, nope = spec.qk_nope_dim, dim_v = spec.v_dim, latent = spec.latent_dim();
+  const int first = int(first_visible_key(spec.mask, sample.position)), keys = sample.position + 1 - first;
+  HeadCall call{.spec = spec.latent_spec(), .keys = keys};
+  call.spec.num_q_heads = 1, call.spec.kv_format = KvFormat::strided, call.spec.block_size = 0;
+  call.spec.q_dtype = call.spec.kv_dtype = DType::f32;
+  if (spec.sinks)
+    call.parameters.sinks = TensorView::contiguous(const_cast<float*>(parameters.sinks.data()) + target.head, DType::f32, {1});
+  const auto weights = [&](int n) {
+    return parameters.kv_b.data() + (size_t(target.head) * size_t(nope + dim_v) + size_t(n)) * size_t(rank);
+  };
+
+  std::vector<double> absorbed(size_t(latent), 0);
+  const uint16_t* const q =
+      synthetic_.pool().data() + synthetic_.offset(Side::q, sample.layer, target.head, key_of(sample, sample.position));
+  for (int n = 0; n < nope; ++n) {
+    for (int d = 0; d < rank; ++d) absorbed[size_t(d)] += double(bf16_to_float(q[n])) * double(bf16_to_float(weights(n)[d]));
+  }
+  for (int d = 0; d < spec.qk_rope_dim; ++d) absorbed[size_t(rank) + size_t(d)] = bf16_to_float(q[nope + d]);
+  w.q.resize(size_t(latent) * sizeof(float));
+  std::copy(absorbed.begin(), absorbed.end(), reinterpret_cast<float*>(w.q.data()));
+
+  w.k.resize(size_t(keys) * size_t(latent) * sizeof(float));
+  w.v.resize(size_t(keys) * size_t(rank) * sizeof(float));
   auto *k = reinterpret_cast<float*>(w.k.data()), *v = reinterpret_cast<float*>(w.v.data());
-  std::vector<double> latent(size_t(spec.latent_dim()));
-  for (int j = first; j <= sample.position; ++j, k += dim_qk, v += dim_v + noise) {
-    const uint64_t key = key_of(sample, j);
-    const int64_t from = synthetic_.offset(Side::k, sample.layer, 0, key);
-    for (size_t d = 0; d < latent.size(); ++d)
-      latent[d] = (is_fp8(kv_dtype_) ? double(kFp8Scale) : 1.) * load_as_double(pool_.data(), kv_dtype_, from + int64_t(d));
-    for (int n = 0; n < nope + dim_v; ++n) {
-      const uint16_t* const weight = parameters.kv_b.data() + (size_t(target.head) * size_t(nope + dim_v) + size_t(n)) * size_t(rank);
-      double sum = 0;
-      for (int d = 0; d < rank; ++d) sum += double(bf16_to_float(weight[d])) * latent[size_t(d)];
-      (n < nope ? k[n] : v[n - nope]) = float(sum);
+  std::vector<double> numbers(static_cast<size_t>(latent));
+  for (int j = 0; j < keys; ++j) {
+    load_as_doubles(pool_.data(), kv_dtype_, synthetic_.offset(Side::k, sample.layer, 0, key_of(sample, first + j)), 1, numbers);
+    for (int d = 0; d < latent; ++d) k[j * latent + d] = float((is_fp8(kv_dtype_) ? double(kFp8Scale) : 1.) * numbers[size_t(d)]);
+  }
+  // The sum of latents, and the same with a random sign for each key.
+  std::vector<double> sums[2];
+  for (std::vector<double>& sum : sums) {
+    for (int j = 0; j < keys; ++j) {
+      const bool negative = &sum == &sums[1] && (hash_numbers(key_of(sample, first + j), kSignTag) & 1) != 0;
+      for (int d = 0; d < rank; ++d) v[j * rank + d] = negative ? -k[j * latent + d] : k[j * latent + d];
     }
-    for (int d = 0; d < spec.qk_rope_dim; ++d) k[nope + d] = float(latent[size_t(rank) + size_t(d)]);
-    const float sign = (hash_numbers(key, kSignTag) & 1) != 0 ? -1.f : 1.f;
-    for (int d = 0; d < noise; ++d) v[dim_v + d] = sign * v[d];
+    attend(call, w);
+    sum.assign(w.out.begin(), w.out.end());
+  }
+  const auto value = [&](int n, const std::vector<double>& sum) {
+    double total = 0;
+    for (int d = 0; d < rank; ++d) total += double(bf16_to_float(weights(nope + n)[d])) * sum[size_t(d)];
+    return total;
+  };
+  std::vector<double> expected;
+  double squares = 0;
+  for (int n = 0; n < dim_v; ++n) {
+    expected.push_back(value(n, sums[0]));
+    squares += std::pow(value(n, sums[1]), 2);
   }
   // Beside weights, plans round queries and outputs in latent space, or keys and values of heads: errors of logits become those of weights.
   constexpr int kRoom = 8;
-  HeadCall call{.spec = head, .keys = keys, .dim_v = dim_v, .noise = noise, .first_head = target.head, .room = kRoom, .parameters = {}};
-  if (spec.sinks)
-    call.parameters.sinks = TensorView::contiguous(const_cast<float*>(parameters.sinks.data()) + target.head, DType::f32, {1});
-  return attend(sample, call, w);
+  Outcome worst;
+  compare(sample.actual.data(), expected, std::sqrt(squares / dim_v), kRoom, target.head, worst);
+  return worst;
 }
 
-Verifier::Outcome Verifier::attend(const VerifySample& sample, const HeadCall& call, Worker& w) const {
-  const int keys = call.keys, group = call.spec.num_q_heads, dim_qk = call.spec.head_dim_qk, dim_v = call.dim_v, noise = call.noise;
+// Adds the values of a head, of which the sample has the first of `head`'s at `actual`.
+void Verifier::compare(const uint16_t* actual, std::span<const double> expected, double noise, int room, int head, Outcome& worst) {
+  const double rounding = room * 0x1p-8 * noise;
+  for (size_t d = 0; d < expected.size(); ++d)
+    worst.add(expected[d], bf16_to_float(actual[d]), 0x1p-8 * std::abs(expected[d]) + rounding + 1e-6, head, int(d));
+}
+
+// Writes [q heads, head_dim_v] to Worker::out.
+void Verifier::attend(const HeadCall& call, Worker& w) {
+  const int keys = call.keys, group = call.spec.num_q_heads, dim_qk = call.spec.head_dim_qk, dim_v = call.spec.head_dim_v;
   if (!w.spec || !(*w.spec == call.spec) || w.plan_keys < keys) {
     w.spec = call.spec;
     w.plan_keys = std::max(2 * keys, 1024);
@@ -198,7 +238,7 @@ Verifier::Outcome Verifier::attend(const VerifySample& sample, const HeadCall& c
     options.limits = {.max_num_reqs = 1, .max_num_tokens = 1, .max_seq_len = w.plan_keys};
     w.plan = find_backend<AttentionFamily>("reference")->plan(call.spec, describe_device("cpu"), options);
   }
-  w.out.assign(size_t(group) * size_t(dim_v + noise), 0.f);
+  w.out.assign(size_t(group) * size_t(dim_v), 0.f);
   const int32_t query_start_loc[] = {0, 1}, seq_lens[] = {keys};
   int32_t kv_start_loc[] = {0, keys};
   Batch batch;
@@ -208,27 +248,13 @@ Verifier::Outcome Verifier::attend(const VerifySample& sample, const HeadCall& c
   w.plan->update(batch);
   float scale = kFp8Scale;
   AttentionInputs inputs = call.parameters;
-  inputs.q = TensorView::contiguous(w.q.data(), DType::bf16, {1, group, dim_qk});
+  inputs.q = TensorView::contiguous(w.q.data(), call.spec.q_dtype, {1, group, dim_qk});
   inputs.kv.k = TensorView::contiguous(w.k.data(), call.spec.kv_dtype, {keys, 1, dim_qk});
-  inputs.kv.v = TensorView::contiguous(w.v.data(), call.spec.kv_dtype, {keys, 1, dim_v + noise});
+  inputs.kv.v = TensorView::contiguous(w.v.data(), call.spec.kv_dtype, {keys, 1, dim_v});
   if (is_fp8(call.spec.kv_dtype)) inputs.kv.k_scale = inputs.kv.v_scale = TensorView::contiguous(&scale, DType::f32, {1});
   AttentionOutputs outputs;
-  outputs.out = TensorView::contiguous(w.out.data(), DType::f32, {1, group, dim_v + noise});
+  outputs.out = TensorView::contiguous(w.out.data(), DType::f32, {1, group, dim_v});
   w.plan->run(inputs, outputs);
-
-  Outcome worst;
-  for (int h = 0; h < group; ++h) {
-    const float* expected = w.out.data() + size_t(h) * size_t(dim_v + noise);
-    double squares = 0;
-    for (int d = dim_v; d < dim_v + noise; ++d) squares += double(expected[d]) * expected[d];
-    const double rounding = call.room * 0x1p-8 * std::sqrt(squares / noise);
-    for (int d = 0; d < dim_v; ++d) {
-      const double actual = bf16_to_float(sample.actual[size_t(h) * size_t(dim_v) + size_t(d)]);
-      const double bound = 0x1p-8 * std::abs(double(expected[d])) + rounding + 1e-6;
-      worst.add(expected[d], actual, bound, call.first_head + h, d);
-    }
-  }
-  return worst;
 }
 
 // The tokens that the sum is over, as the whole of a request: there are none before them, or these have no part in the last one's sum.
@@ -277,7 +303,7 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const ShortCon
     }
     const double expected = bf16_to_float(w.conv_out[size_t(tokens - 1) * size_t(dim) + size_t(d)]);
     const double bound = 0x1p-7 * std::abs(expected) + 0x1p-20 * (gated ? std::abs(value(tokens - 1, 1, d)) : 1.1) * magnitude + 1e-6;
-    worst.add(expected, bf16_to_float(sample.actual[d]), bound, -1, d);
+    worst.add(expected, bf16_to_float(sample.actual[size_t(d)]), bound, -1, d);
   }
   // A plan of the reference has written to the slot what the layer's has: rows of no token are zero in both.
   for (size_t i = 0; i < sample.state.size() / sizeof(uint16_t); ++i)
@@ -289,12 +315,17 @@ void Verifier::run(const std::vector<VerifySample>& samples) {
   if (samples.empty()) return;
   std::vector<Outcome> outcomes(samples.size());
   std::vector<std::exception_ptr> errors(workers_.size());  // a worker must not throw through the pool
+  std::vector<size_t> order(samples.size());                // those that take longest first, so that workers end together
+  std::iota(order.begin(), order.end(), size_t(0));
+  std::ranges::stable_sort(order, std::greater(), [&](size_t i) { return samples[i].position; });
   std::atomic<size_t> next{0};
   run_parallel(threads_, [&](int worker) {
     try {
-      for (size_t i = next++; i < samples.size(); i = next++)
-        outcomes[i] =
-            std::visit([&](const auto& target) { return recompute(samples[i], target, *workers_[size_t(worker)]); }, samples[i].target);
+      for (size_t n = next++; n < samples.size(); n = next++) {
+        const VerifySample& sample = samples[order[n]];
+        outcomes[order[n]] =
+            std::visit([&](const auto& target) { return recompute(sample, target, *workers_[size_t(worker)]); }, sample.target);
+      }
     } catch (...) {
       errors[size_t(worker)] = std::current_exception();
     }

@@ -4,6 +4,7 @@
 // state shows.
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <variant>
 #include <vector>
@@ -51,8 +52,8 @@ struct VerifySample {
   // Behind the token, where the target checks it: of a recurrent layer [heads, two dimensions] of state_dtype, and of the convolution in
   // front of it [width - 1, channels of these heads] of bf16; of a short convolution [width - 1, dim] of bf16.
   std::vector<char> state;
-  const uint16_t* actual = nullptr;  // bf16 [group_size, head_dim_v]; [v_dim] of latent attention, [dim] of a short convolution,
-                                     // [heads, head_dim_v] of a recurrent layer
+  // bf16 [group_size, head_dim_v]; [v_dim] of latent attention, [dim] of a short convolution, [heads, head_dim_v] of a recurrent layer.
+  std::vector<uint16_t> actual = {};
 };
 
 struct VerifySummary {
@@ -75,7 +76,7 @@ class Verifier {
   // measured: extra value columns carry the same values with a random sign per key. The bound shrinks with the context like the
   // outputs do, so that one wrong page among thousands of keys is seen; the conformance bound, made for short cases, has a floor
   // that would hide it.
-  // Keys and values of latent attention are expanded in double precision. A plan of it rounds them, or absorbed queries, to bf16, which
+  // Of latent attention the query is absorbed in double precision. A plan of it rounds keys and values, or absorbed queries, to bf16, which
   // moves logits by about as much as rounding moves probabilities: the bound holds for it too.
   // Of a short convolution:
   //   |actual - expected| <= 2^-7 |expected| + 2^-20 |C| (|bias| + sum |weight h|) + 1e-6
@@ -101,7 +102,8 @@ class Verifier {
   Outcome recompute(const VerifySample&, const ShortConvTarget&, Worker&) const;
   Outcome recompute(const VerifySample&, const MlaTarget&, Worker&) const;
   Outcome recompute(const VerifySample&, const RecurrentTarget&, Worker&) const;
-  Outcome attend(const VerifySample&, const HeadCall&, Worker&) const;
+  static void compare(const uint16_t* actual, std::span<const double> expected, double noise, int room, int head, Outcome&);
+  static void attend(const HeadCall&, Worker&);
   uint64_t key_of(const VerifySample&, int position) const;
 
   const Synthetic& synthetic_;

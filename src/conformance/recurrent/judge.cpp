@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "conformance/precision.h"
+#include "conformance/recurrent/bounds.h"
 #include "conformance/recurrent/convolved.h"
 #include "conformance/short_conv/judge.h"
 #include "core/check.h"
@@ -16,12 +17,6 @@
 namespace imbrex {
 namespace {
 
-// Roundings of a number that an operation, or a short chain of them, may have.
-constexpr double kRoundings = 8;
-// And of a factor of a product of matrices, of which some are products themselves.
-constexpr double kFactorRoundings = 4;
-// And what of a factor that is f16 is no different from 0: what a token with a small beta takes off for those before it may be lost.
-constexpr double kSmallestFactor = 0x1p-24;
 // What of a gate of outputs is no different from 0: of an exponential below the normal floats, times a large z.
 constexpr double kSmallestGate = 0x1p-118;
 
@@ -104,45 +99,20 @@ class ExactHead {
     const double x = spec_.channel_gate ? number(in_.gate, head_, k) : number(in_.gate, 0, head_);
     return spec_.gate == RecurrentGate::log ? x : x + of_channel(in_.gate_bias, head_, k);
   }
-  double step_size(int k) const {
-    const double x = gate_of(k), s = x > 0 ? x + std::log1p(std::exp(-x)) : std::log1p(std::exp(x));
-    return std::max(double(spec_.gate_min), spec_.gate_max > 0 ? std::min(s, double(spec_.gate_max)) : s);
-  }
-  double log_decay(int k) const {
-    const double rate = of_channel(in_.rates, head_, k);
-    switch (spec_.gate) {
-      case RecurrentGate::fixed: return -rate;
-      case RecurrentGate::log: return gate_of(k);
-      case RecurrentGate::softplus: return -std::exp(rate) * step_size(k);
-      case RecurrentGate::sigmoid: return spec_.gate_min / (1 + std::exp(-std::exp(rate) * gate_of(k)));
-    }
-    return 0;
-  }
   // A row of q or k, and how far the convolution may have taken it.
   struct Key {
     std::vector<double> numbers, off;
     bool is_off = false;
-    static double length(const std::vector<double>& x) {
-      double squares = 0;
-      for (const double e : x) squares += e * e;
-      return std::sqrt(squares);
-    }
+    static double length(const std::vector<double>& x) { return length_of(x.data(), x.size()); }
   };
   Key key(const HostTensor& t, const HostTensor* off, double factor) const {
     const int head = head_ / (spec_.num_v_heads / spec_.num_k_heads);
     Key row{.numbers = std::vector<double>(size_t(spec_.head_dim_k)), .off = std::vector<double>(size_t(spec_.head_dim_k))};
-    double squares = spec_.qk_norm ? 1e-6 : 1, off_squares = 0;
     for (size_t i = 0; i < row.numbers.size(); ++i) {
-      const double x = row.numbers[i] = number(t, head, int64_t(i));
-      const double e = row.off[i] = off == nullptr ? 0 : number(*off, head, int64_t(i));
-      row.is_off = row.is_off || e > 0;
-      if (spec_.qk_norm) squares += x * x, off_squares += (2 * std::abs(x) + e) * e;
+      row.numbers[i] = number(t, head, int64_t(i));
+      if (off != nullptr) row.off[i] = number(*off, head, int64_t(i));
     }
-    const double root = std::sqrt(squares), of_root = off_squares / (2 * squares);  // the share of the root that may be off
-    for (size_t i = 0; i < row.numbers.size(); ++i) {
-      row.off[i] = (row.off[i] + std::abs(row.numbers[i]) * of_root) * factor / root * (1 + of_root);
-      row.numbers[i] *= factor / root;
-    }
+    row.is_off = finish_key(spec_, factor, row.numbers.data(), row.off.data());
     return row;
   }
 
@@ -163,10 +133,10 @@ class ExactHead {
               written = conv == nullptr ? key(in_.k, nullptr, 1) : key(conv->k, &conv->k_off, 1);
     const std::vector<double>&q = query.numbers, &k = written.numbers;
     const auto dim_v = size_t(spec_.head_dim_v);
-    const double unit = kRoundings * kFloatRounding;
+    const double unit = kRecurrentRoundings * kFloatRounding;
     double slowest = 0;
     for (size_t c = 0; c < k.size(); ++c) {
-      const double g = log_decay(int(c)), factor = std::exp(g);
+      const double g = log_decay(spec_, of_channel(in_.rates, head_, int(c)), gate_of(int(c))), factor = std::exp(g);
       slowest = std::max(slowest, factor);
       for (size_t v = 0; v < dim_v; ++v) {
         double& x = s_[c * dim_v + v];
@@ -175,17 +145,12 @@ class ExactHead {
       }
     }
     for (double& e : spread_) e *= slowest;
-    double beta = 1;
-    if (spec_.delta) {
-      const double given = in_.beta.get(token_ * spec_.num_v_heads + head_);
-      beta = double(spec_.beta_scale) * (spec_.sigmoid_beta ? 1 / (1 + std::exp(-given)) : given);
-    }
-    // A softplus far below zero is an exponential: what rounding takes off the sum of gate and bias is a share of the result.
-    const double scaled = spec_.scaled_values ? step_size(0) : 1, bias_share = spec_.scaled_values ? 1 + std::max(-gate_of(0), 0.) : 1;
+    const double beta = spec_.delta ? beta_of(spec_, in_.beta.get(token_ * spec_.num_v_heads + head_)) : 1;
+    const double scaled = spec_.scaled_values ? step_size(spec_, gate_of(0)) : 1, share = share_of_step(spec_, gate_of(0));
     for (size_t v = 0; v < dim_v; ++v) {
       const double given = number(conv == nullptr ? in_.v : conv->v, head_, int64_t(v));
       const double given_off = conv == nullptr ? 0 : number(conv->v_off, head_, int64_t(v));
-      double u = given * scaled, size = std::abs(u) * bias_share, off_u = given_off * scaled;
+      double u = given * scaled, size = std::abs(u) * share, off_u = given_off * scaled;
       for (size_t c = 0; spec_.delta && c < k.size(); ++c) {
         const double x = s_[c * dim_v + v];
         u -= k[c] * x;
@@ -278,7 +243,7 @@ class ExactOutputs {
     expected_.out[i] *= factor;
     round(i);
   }
-  void round(size_t i) const { expected_.allowed[i] += kRoundings * kFloatRounding * std::abs(expected_.out[i]) + kSmallestFloat; }
+  void round(size_t i) const { expected_.allowed[i] += kRecurrentRoundings * kFloatRounding * std::abs(expected_.out[i]) + kSmallestFloat; }
 
   const RecurrentCaseInputs& in_;
   const RecurrentSpec& spec_;
@@ -299,6 +264,11 @@ double share_of(double actual, double wanted, double allowed) {
 
 }  // namespace
 
+void finish_outputs(const RecurrentCaseInputs& in, int64_t token, RecurrentExpected& expected) {
+  for (int head = 0; in.spec.has_output_stage() && head < in.spec.num_v_heads; head += in.spec.norm_heads())
+    ExactOutputs(in, expected).finish(token, head);
+}
+
 RecurrentExpected expect(const RecurrentCaseInputs& in, int chunk, bool products) {
   RecurrentExpected expected;
   expected.out.resize(size_t(num_tokens(in.requests)) * size_t(in.spec.num_v_heads) * size_t(in.spec.head_dim_v));
@@ -312,8 +282,7 @@ RecurrentExpected expect(const RecurrentCaseInputs& in, int chunk, bool products
   for (size_t r = 0; r < in.requests.size(); ++r) {
     for (int head = 0; in.requests[r].q_len > 0 && head < in.spec.num_v_heads; ++head)
       ExactHead(in, in.has_conv() ? &rows : nullptr, r, head, token, products, expected).run(chunk);
-    for (int64_t t = token; in.spec.has_output_stage() && t < token + in.requests[r].q_len; ++t)
-      for (int head = 0; head < in.spec.num_v_heads; head += in.spec.norm_heads()) ExactOutputs(in, expected).finish(t, head);
+    for (int64_t t = token; t < token + in.requests[r].q_len; ++t) finish_outputs(in, t, expected);
     token += in.requests[r].q_len;
   }
   return expected;

@@ -25,6 +25,9 @@ struct RecurrentExpected {
 // chunk: as in RecurrentRunOptions, for states of fewer bits than a float.
 // `products`: of a plan with rounded_products().
 RecurrentExpected expect(const RecurrentCaseInputs&, int chunk, bool products = false);
+// What is behind the recurrence: `out` and `allowed` of a token, which are the recurrence's, become those of the norm and the gate behind
+// it.
+void finish_outputs(const RecurrentCaseInputs&, int64_t token, RecurrentExpected&);
 
 struct RecurrentJudgement {
   ErrorStats error, bound;  // of outputs; bound.max: what is allowed where the error is the largest share of it; bound.mean: on average
