@@ -2,7 +2,6 @@
 // captured graph serves any batch. The kernels' texts, compiled for the host (tests/cuda/lanes), do the work.
 #include <algorithm>
 #include <array>
-#include <tuple>
 
 #include "allocations.h"
 #include "cuda/fake/recurrent_calls.h"
@@ -208,37 +207,6 @@ TEST_F(RecurrentCalls, RefuseMoreRequestsThanPartsHaveNumbers) {
   narrow.num_v_heads = 1 << 16;  // of which a part has 128
   EXPECT_EQ(code(narrow, 1 << 22), "limits.max_num_reqs");
   EXPECT_EQ(code(narrow, (1 << 22) - 1), kFine);
-}
-
-// Prompts come in chunks on all GPUs, also where decays are of channels and shared memory is small; with less of it, and where numbers have
-// more than 16 bits, token by token.
-TEST(RecurrentKernelChoices, HaveChunksOnAllGpus) {
-  RecurrentSpec gdn{.num_k_heads = 16, .num_v_heads = 32, .head_dim_k = 128, .head_dim_v = 128, .delta = true, .sigmoid_beta = true};
-  RecurrentSpec kda = gdn;
-  kda.num_k_heads = 32, kda.channel_gate = true;
-  const auto stages = [](const RecurrentSpec& spec, const DeviceInfo& device) {
-    const auto chunks = chunk_kernels(arch_of(device), spec, device);
-    if (!chunks) return 0;
-    const auto& constants = chunks->chunks.config;
-    const auto found = std::ranges::find(constants, "kStages", &gpu::Constant::name);
-    return found == constants.end() ? kRecurrentChunkStages : std::get<int>(found->value);
-  };
-  const BackendOf<RecurrentFamily>& backend = *find_backend<RecurrentFamily>("cuda_sm80");
-  for (const auto& [name, of_gdn, of_kda] : {std::tuple{"a100", 2, 1}, {"h100", 2, 2}, {"b200", 2, 1}, {"rtx5090", 1, 1}, {"l40s", 1, 1}}) {
-    DeviceInfo device = describe_device(name);
-    EXPECT_EQ(stages(gdn, device), of_gdn) << name;
-    EXPECT_EQ(stages(kda, device), of_kda) << name;
-    for (RecurrentSpec spec : {gdn, kda}) {
-      EXPECT_EQ(backend.kernel_choices(spec, device).at(0).kernel, "recurrent_chunks") << name;
-      EXPECT_GT(backend.workspace_bytes(spec, device, {.limits = {.max_num_reqs = 1, .max_num_tokens = 64}}), 0) << name;
-      spec.dtype = DType::f32;
-      EXPECT_EQ(backend.kernel_choices(spec, device).at(0).kernel, "recurrent_aligned") << name;
-      EXPECT_EQ(backend.workspace_bytes(spec, device, {.limits = {.max_num_reqs = 1, .max_num_tokens = 64}}), 0) << name;
-    }
-    device.max_smem_bytes = 64 << 10;
-    EXPECT_EQ(stages(gdn, device), device.sm == 90 ? 0 : 1) << name;
-    EXPECT_EQ(stages(kda, device), 0) << name;
-  }
 }
 
 // Aligned states and outputs take one kernel, others the other; grids follow from requests where the host knows them, else from the limits,
