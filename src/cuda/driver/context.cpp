@@ -12,17 +12,18 @@ std::shared_ptr<const Context> Context::of_device(int index) {
   check(index >= 0 && index < count, "cuda.device", "expected a CUDA device below {}, got cuda:{}", count, index);
   CUdevice wanted = 0, device = 0;
   check_cuda(cu.cuDeviceGet(&wanted, index), "get cuda:{}", index);
-  CUcontext context = nullptr;
-  check_cuda(cu.cuCtxGetCurrent(&context), "get the current context");
-  if (context != nullptr && cu.cuCtxGetDevice(&device) == kCudaSuccess && device == wanted)
-    return std::shared_ptr<const Context>(new Context(context, index, false));
-  check_cuda(cu.cuDevicePrimaryCtxRetain(&context, wanted), "retain the primary context of cuda:{}", index);
-  return std::shared_ptr<const Context>(new Context(context, index, true));
+  const std::shared_ptr<Context> made(
+      new Context(index));  // what could fail without an error of the driver's comes before what is retained
+  check_cuda(cu.cuCtxGetCurrent(&made->context_), "get the current context");
+  if (made->context_ == nullptr || cu.cuCtxGetDevice(&device) != kCudaSuccess || device != wanted) {
+    check_cuda(cu.cuDevicePrimaryCtxRetain(&made->context_, wanted), "retain the primary context of cuda:{}", index);
+    made->retained_ = true;
+  }
+  cu.cuCtxGetId(made->context_, &made->id_);
+  return made;
 }
 
-Context::Context(CUcontext context, int device, bool retained) : context_(context), device_(device), retained_(retained) {
-  need_driver().cuCtxGetId(context, &id_);
-}
+Context::Context(int device) : device_(device) {}
 
 Context::~Context() {
   CUdevice device = 0;

@@ -22,7 +22,7 @@ class Context {
   unsigned long long id() const { return id_; }  // never used twice in a process, unlike the address
 
  private:
-  Context(CUcontext context, int device, bool retained);
+  explicit Context(int device);
   CUcontext context_ = nullptr;
   int device_ = 0;
   unsigned long long id_ = 0;

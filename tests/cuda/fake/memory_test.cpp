@@ -4,9 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <new>
 #include <optional>
 #include <thread>
 
+#include "allocations.h"
 #include "cuda/fake/fake_driver.h"
 #include "expect_error.h"
 
@@ -14,7 +16,7 @@ namespace imbrex::cuda {
 namespace {
 
 using fake::state;
-using imbrex::test::error_code;
+using imbrex::test::error_code, imbrex::test::FailAllocation;
 
 CUcontext current() {
   CUcontext context = nullptr;
@@ -54,6 +56,24 @@ TEST(Context, TheCallersOwnIsBorrowed) {
   EXPECT_EQ(current(), callers);
   need_driver().cuCtxPopCurrent_v2(&callers);
   need_driver().cuDevicePrimaryCtxRelease_v2(0);
+}
+
+TEST(Context, IsNotRetainedWhereMemoryForItIsMissing) {
+  const auto held = Context::of_device(0);  // so that the fake driver has made the context
+  const int before = state().contexts;
+  long number = 0;
+  for (bool failed = true; failed;) {
+    {
+      const FailAllocation fails(++number);
+      try {
+        Context::of_device(0);
+      } catch (const std::bad_alloc&) {
+      }
+      failed = fails.has_failed();
+    }
+    ASSERT_EQ(state().contexts, before) << "allocation " << number;
+  }
+  EXPECT_GE(number, 2);
 }
 
 TEST(Context, IsCurrentForAScopeOnly) {
