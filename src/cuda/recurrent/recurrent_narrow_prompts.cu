@@ -148,8 +148,10 @@ struct Computer {
     return part_of_own<kKeyLanes>(y);
   }
 
+  // `whole`: all tokens of the tile are there.
+  template <bool whole>
   DEVICE void run(const RecurrentParams& p, const Unit& unit, int number, const Tile& tile) {
-    const int count = unit.tokens(number), own = min(lane.own, unit.heads - 1);
+    const int count = whole ? kTokens : unit.tokens(number), own = min(lane.own, unit.heads - 1);
     char* const out = p.out + long(unit.item.begin + number * kTokens) * p.out_token_stride + (unit.first_head + own) * p.out_head_stride;
     const auto put = [&](int token, float y, bool is_last_lane) {
       y = __fmaf_rn(skip, tile.values[token][own], y);
@@ -157,9 +159,8 @@ struct Computer {
     };
     // Two tokens at a time, whose sums lanes share out.
     constexpr int kHalf = kOwners / 2;
-    int token = 0;
 #pragma unroll 2
-    for (; token + 2 <= count; token += 2) {
+    for (int token = 0; token + 2 <= count; token += 2) {
       const float first = step(p, tile, token), second = step(p, tile, token + 1);
       if constexpr (kHalf > 0) {
         const bool upper = lane.part % kOwners >= kHalf;
@@ -169,7 +170,7 @@ struct Computer {
         put(token, first, true), put(token + 1, second, true);
       }
     }
-    if (token < count) put(token, sum_over<kOwners>(step(p, tile, token)), lane.part % kOwners == 0);
+    if (!whole && count % 2 == 1) put(count - 1, sum_over<kOwners>(step(p, tile, count - 1)), lane.part % kOwners == 0);
   }
 };
 
@@ -186,6 +187,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kLeastBlocks) recurrent_n
     Unit unit;
     unit.first_head = int(index % parts) * kHeads, unit.heads = min(kHeads, p.num_v_heads - unit.first_head);
     unit.item = item_of(p, int(index / parts), unit.first_head == 0 && threadIdx.x == 0);
+    unit.item.begin = shuffle(unit.item.begin, 0),
+    unit.item.end = shuffle(unit.item.end, 0);  // so the compiler knows that warps stay together
     if (unit.item.begin >= unit.item.end || !is_narrow_prompt(p, unit.item.end - unit.item.begin, unit.item.drafts)) continue;
     if (makes) {
       maker.bias = p.gate_bias != nullptr ? p.gate_bias[maker.head(unit) * p.bias_stride] : 0.f;
@@ -197,7 +200,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kLeastBlocks) recurrent_n
 #pragma unroll 1
     for (int tile = 0; tile < unit.tiles(); ++tile) {
       if (!makes) {
-        computer.run(p, unit, tile, s.tiles[tile % 2]);
+        unit.tokens(tile) == kTokens ? computer.run<true>(p, unit, tile, s.tiles[tile % 2])
+                                     : computer.run<false>(p, unit, tile, s.tiles[tile % 2]);
       } else if (tile + 1 < unit.tiles()) {
         maker.make(p, s.tiles[(tile + 1) % 2]), maker.load(p, unit, tile + 2);
       }
