@@ -92,6 +92,25 @@ RecurrentParams params_of(const RecurrentSpec& spec, const RecurrentInputs& in, 
 // Heads with values of one dimension, whose states are too small to be tasks of their own (Mamba1).
 bool is_narrow(const RecurrentSpec& spec) { return spec.head_dim_v == 1 && !spec.delta && !spec.channel_gate; }
 
+// What a task of narrow heads has: heads, and requests one after another.
+struct NarrowTask {
+  int heads, items;
+  static constexpr int kMostItems = 16;
+  int64_t parts(const RecurrentSpec& spec) const { return (spec.num_v_heads + heads - 1) / heads; }
+
+  // Fewer heads where threads would not have four tasks each; several requests where each has few tokens.
+  static NarrowTask of(const RecurrentSpec& spec, const StateStep& step, int workers) {
+    constexpr int kLeastHeads = 32, kFewTokens = 4, kTasks = 8;
+    const auto requests = int64_t(step.requests.size());
+    NarrowTask task{narrow_heads(spec.head_dim_k), 1};
+    while (task.heads > kLeastHeads && requests * task.parts(spec) < kTasks / 2 * int64_t(workers)) task.heads /= 2;
+    const auto is_short = [](const StateRequest& r) { return r.end - r.begin <= kFewTokens; };
+    if (std::ranges::all_of(step.requests, is_short))
+      task.items = int(std::clamp<int64_t>(requests * task.parts(spec) / (kTasks * int64_t(workers)), 1, kMostItems));
+    return task;
+  }
+};
+
 // Prompts come in chunks where these are products of matrices that are not small.
 bool has_chunks(const RecurrentSpec& spec) {
   constexpr int kLeastDim = 16;
@@ -167,27 +186,28 @@ class RecurrentCpuPlan final : public RecurrentPlan {
     const bool narrow = is_narrow(spec_);
     // Of states that are computed where they lie nothing has to stay in a cache: then gates are computed once for a head.
     const int most = in_place_ ? spec_.head_dim_v : kRecurrentValues;
-    const int64_t tiles = narrow ? 1 : (spec_.head_dim_v + most - 1) / most,
-                  each = narrow ? (spec_.num_v_heads + kNarrowHeads - 1) / kNarrowHeads : tiles * spec_.num_v_heads;
+    const int64_t tiles = (spec_.head_dim_v + most - 1) / most, each = tiles * spec_.num_v_heads;
+    const NarrowTask narrow_task = NarrowTask::of(spec_, now_, std::max(options_.threads.num_workers, 1));
     const ChunkTask chunks = ChunkTask::of(spec_, in_chunks_, options_.threads.num_workers);
     // Tasks finish the outputs of their heads, unless the heads are parts of a group of the norm, or a task has a part of a head.
     params.finish = spec_.has_output_stage() && (spec_.out_norm == OutputNorm::none || (spec_.norm_heads() == 1 && !narrow)) &&
                     (in_chunks_ == 0 || chunks.values == spec_.head_dim_v) &&
                     (in_chunks_ == int64_t(now_.requests.size()) || narrow || most >= spec_.head_dim_v);
     const int64_t each_in_chunks = chunks.tasks(spec_), first = in_chunks_ * each_in_chunks,
-                  tasks = first + (int64_t(now_.requests.size()) - in_chunks_) * each;
+                  others = int64_t(now_.requests.size()) - in_chunks_,
+                  tasks = narrow ? (others + narrow_task.items - 1) / narrow_task.items * narrow_task.parts(spec_) : first + others * each;
     const auto run_task = [&](int64_t task, int worker) {
       if (task < first) {
         run_chunks(params, item_of(spec_, now_, now_.requests[size_t(task / each_in_chunks)]), chunks, task % each_in_chunks, worker);
         return;
       }
+      if (narrow) {
+        run_narrow(params, narrow_task, task);
+        return;
+      }
       task -= first;
       const RecurrentItem item = item_of(spec_, now_, now_.requests[size_t(in_chunks_ + task / each)]);
       const int part = int(task % each);
-      if (narrow) {
-        kernels_.run_narrow(params, item, part * kNarrowHeads, std::min((part + 1) * kNarrowHeads, spec_.num_v_heads));
-        return;
-      }
       const int v = int(part % tiles) * most;
       kernels_.run(params, item, int(part / tiles), v, std::min(v + most, spec_.head_dim_v));
     };
@@ -230,6 +250,14 @@ class RecurrentCpuPlan final : public RecurrentPlan {
     run_parallel(tasks > 1 ? options_.threads : ParallelFor{}, work);
   }
 
+  void run_narrow(const RecurrentParams& params, const NarrowTask& task, int64_t number) const {
+    const int64_t parts = task.parts(spec_), first = number / parts * task.items;
+    const int head = int(number % parts) * task.heads;
+    RecurrentItem items[NarrowTask::kMostItems];
+    const int count = int(std::min<int64_t>(task.items, int64_t(now_.requests.size()) - first));
+    for (int i = 0; i < count; ++i) items[i] = item_of(spec_, now_, now_.requests[size_t(first + i)]);
+    kernels_.run_narrow(params, items, count, head, std::min(head + task.heads, spec_.num_v_heads));
+  }
   bool is_in_chunks(const StateRequest& r) const { return scratch_ && chunked_tokens(int(spec_.state_dtype), item_of(spec_, now_, r)) > 0; }
   void run_chunks(const RecurrentParams& params, const RecurrentItem& item, const ChunkTask& task, int64_t number, int worker) const {
     const int64_t tiles = task.tiles(spec_), shares = task.shares(spec_);
@@ -281,10 +309,11 @@ class RecurrentCpuBackend final : public BackendOf<RecurrentFamily> {
                          .kernel = kernel,
                          .sizes = {{"chunk", kRecurrentChunk}, {"tile_heads", task.heads}, {"tile_values", task.values}}});
     }
-    choices.push_back({.requests = has_chunks(spec) ? "others" : "all",
-                       .kernel = kernel,
-                       .sizes = {is_narrow(spec) ? KernelChoice::Size{"tile_heads", std::min(kNarrowHeads, spec.num_v_heads)}
-                                                 : KernelChoice::Size{"tile_values", std::min(kRecurrentValues, spec.head_dim_v)}}});
+    choices.push_back(
+        {.requests = has_chunks(spec) ? "others" : "all",
+         .kernel = kernel,
+         .sizes = {is_narrow(spec) ? KernelChoice::Size{"tile_heads", std::min(narrow_heads(spec.head_dim_k), spec.num_v_heads)}
+                                   : KernelChoice::Size{"tile_values", std::min(kRecurrentValues, spec.head_dim_v)}}});
     add_conv_choices(name(), spec, device, choices);
     return choices;
   }

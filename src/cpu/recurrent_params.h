@@ -6,7 +6,7 @@ namespace imbrex::cpu {
 
 constexpr int kRecurrentDim = 256;    // RecurrentSpec::head_dim_k at most
 constexpr int kRecurrentValues = 32;  // dimensions of values that a call works on at most
-constexpr int kNarrowHeads = 32;      // and heads, of values of one dimension
+constexpr int kNarrowNumbers = 4096;  // numbers of states of heads of values of one dimension, and as many heads as have these
 constexpr int kRecurrentChunk = 64;   // tokens
 constexpr int kLeastChunked = 16;     // tokens that make a chunk
 
@@ -61,14 +61,20 @@ static inline int chunked_tokens(int state_type, const RecurrentItem& item) {
   return rest < kLeastChunked && state_type == kF32 ? tokens - rest : tokens;
 }
 
+// Heads with values of one dimension that a call works on at most: a multiple of any vector's lanes.
+static inline int narrow_heads(int dim_k) {
+  constexpr int kWidest = 16;
+  return kNarrowNumbers / dim_k / kWidest * kWidest;
+}
+
 struct RecurrentKernels {
   const char* isa;
   // An item, for a value head and dimensions [v_begin, v_end) of its values, at most kRecurrentValues of them where the state is not
   // computed where it lies.
   void (*run)(const RecurrentParams&, const RecurrentItem&, int head, int v_begin, int v_end);
-  // An item, for value heads [head_begin, head_end) with values of one dimension, at most kNarrowHeads of them; without the delta rule and
-  // gates of channels.
-  void (*run_narrow)(const RecurrentParams&, const RecurrentItem&, int head_begin, int head_end);
+  // Items one after another, for value heads [head_begin, head_end) with values of one dimension, at most narrow_heads() of them; without
+  // the delta rule and gates of channels. What decays are made of is computed once for all items.
+  void (*run_narrow)(const RecurrentParams&, const RecurrentItem*, int num_items, int head_begin, int head_end);
   // An item that has chunks, for value heads [head_begin, head_end) of one key head and dimensions [v_begin, v_end) of their values.
   // Scratch begins at 64 bytes.
   void (*run_chunks)(const RecurrentParams&, const RecurrentItem&, int head_begin, int head_end, int v_begin, int v_end, char* scratch);

@@ -79,11 +79,28 @@ constexpr int recurrent_stream_bytes(int dim_k, int dim_v, int state_size, bool 
   return (2 * token + ahead * state + 2 * 16 + recurrent_stream_units(ahead) * 40 + 15) / 16 * 16;
 }
 
-// recurrent_narrow.cu: heads of a lane, and of a thread block.
-constexpr int kRecurrentNarrowThreads = 128;
-constexpr int narrow_heads_of_lane(int dim_k) { return recurrent_quads(dim_k) < 2 ? 4 : recurrent_quads(dim_k) < 4 ? 2 : 1; }
+// recurrent_narrow.cu: threads of a block, blocks that a multiprocessor is to hold, which stay, states that are on their way to one, heads
+// of a lane, which has at most 16 numbers of states, and of a block.
+constexpr int kRecurrentNarrowThreads = 64, kRecurrentNarrowAhead = 3;
+constexpr int recurrent_narrow_blocks(int dim_k) { return recurrent_quads(dim_k) > 2 ? 6 : 8; }
+constexpr int narrow_heads_of_lane(int dim_k) {
+  const int most = recurrent_quads(dim_k) > 2 ? 1 : 4 / recurrent_quads(dim_k), lanes = recurrent_key_lanes(dim_k);
+  return most < lanes ? most : lanes;
+}
 constexpr int recurrent_narrow_heads(int dim_k) {
   return kRecurrentNarrowThreads / recurrent_key_lanes(dim_k) * narrow_heads_of_lane(dim_k);
+}
+// recurrent_narrow_prompts.cu: threads of a block, half of which make what the others compute with, heads of a lane and of a block, tokens
+// that are in shared memory together, and tokens of a request at least.
+constexpr int kRecurrentNarrowPromptThreads = 256, kRecurrentNarrowPromptBlocks = 2, kLeastNarrowPrompt = 16;
+constexpr int narrow_prompt_heads_of_lane(int dim_k) { return recurrent_key_lanes(dim_k) > 1 && recurrent_quads(dim_k) == 1 ? 2 : 1; }
+constexpr int narrow_prompt_heads(int dim_k) {
+  return kRecurrentNarrowPromptThreads / 2 / recurrent_key_lanes(dim_k) * narrow_prompt_heads_of_lane(dim_k);
+}
+constexpr int narrow_prompt_tokens(int dim_k) { return dim_k > 8 ? 16 : 8; }
+// Whether a request is for recurrent_narrow_prompts.cu.
+constexpr bool is_narrow_prompt(const RecurrentParams& p, int tokens, int drafts) {
+  return p.least_chunked > 0 && drafts == 0 && tokens >= p.least_chunked;
 }
 
 // recurrent_weights.cu, recurrent_channel_weights.cu, recurrent_chunks.cu and recurrent_chunks_sm90.cu: tokens of a chunk, and threads of a

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <utility>
 
 #include "core/check.h"
@@ -216,6 +217,24 @@ void add_recurrent_lengths(RecurrentTable& table) {
   table.add("requests_without_tokens", table.next_spec(), {{0, 0}, {0, 5}});
 }
 
+// Heads of one value, more than a task or a thread block has, in steps of many requests with few tokens, and in prompts.
+void add_narrow_requests(RecurrentTable& table) {
+  StateCaseRequests many;
+  for (int r = 0; r < 60; ++r) many.push_back({r == 20 ? 2 : 1, r % 7 == 0 ? 0 : 3 * r});
+  const StateCaseRequests prompts{{90}, {33, 4}, {1, 8}, {16}, {17, 2}};
+  for (const auto& [k_heads, v_heads, dim_k] : {std::array{1, 300, 16}, {2, 256, 16}, {3, 78, 16}, {1, 70, 8}, {1, 150, 4}, {1, 33, 40}})
+    for (const bool decode : {true, false}) {
+      RecurrentSpec spec = recurrent_layer("mamba1");
+      spec.num_k_heads = k_heads, spec.num_v_heads = v_heads, spec.head_dim_k = dim_k;
+      if (dim_k == 8) spec.gate = RecurrentGate::log, spec.scaled_values = spec.channel_rates = false;
+      if (dim_k == 4) spec.gate = RecurrentGate::sigmoid, spec.gate_min = -4, spec.scaled_values = false;
+      if (dim_k == 40) spec.skip = false, spec.qk_norm = true;
+      spec.dtype = kRecurrentTypes[table.cases.size() % std::size(kRecurrentTypes)];
+      spec.state_dtype = kRecurrentTypes[table.cases.size() / 3 % std::size(kRecurrentTypes)];
+      table.add(fmt::format("narrow_{}_{}_{}_{}", k_heads, v_heads, dim_k, decode ? "decode" : "prompts"), spec, decode ? many : prompts);
+    }
+}
+
 }  // namespace
 
 RecurrentSpec recurrent_layer(std::string_view name) {
@@ -255,6 +274,7 @@ std::span<const RecurrentCase> recurrent_cases() {
     add_recurrent_axes(table, std::span(&trees, 1));
     add_recurrent_convolutions(table, recurrent_steps());
     add_recurrent_convolutions(table, std::span(&trees, 1));
+    add_narrow_requests(table);
     return table.cases;
   }();
   return all;

@@ -9,6 +9,7 @@
 
 // clang-format off
 #include "cpu/kernels/recurrent.inl"
+#include "cpu/kernels/recurrent_narrow.inl"
 #include "cpu/kernels/recurrent_outputs.inl"
 #include "cpu/kernels/recurrent_weights.inl"
 #ifdef IMBREX_AMX_EMULATED

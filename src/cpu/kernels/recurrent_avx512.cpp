@@ -1,6 +1,7 @@
 // The kernel of recurrent layers compiled for AVX-512.
 // clang-format off
 #include "cpu/kernels/recurrent.inl"
+#include "cpu/kernels/recurrent_narrow.inl"
 #include "cpu/kernels/recurrent_outputs.inl"
 #include "cpu/kernels/recurrent_weights.inl"
 #include "cpu/kernels/recurrent_chunks.inl"

@@ -2,6 +2,7 @@
 #include <immintrin.h>
 // clang-format off
 #include "cpu/kernels/recurrent.inl"
+#include "cpu/kernels/recurrent_narrow.inl"
 #include "cpu/kernels/recurrent_outputs.inl"
 #include "cpu/kernels/recurrent_weights.inl"
 #include "cpu/kernels/recurrent_chunks.inl"

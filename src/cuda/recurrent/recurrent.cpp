@@ -2,7 +2,9 @@
 #include "cuda/recurrent/recurrent.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
+#include <utility>
 
 #include "core/tensor_layout.h"
 #include "cuda/attention/kv_side.h"
@@ -52,15 +54,25 @@ std::vector<gpu::Constant> token_constants(const RecurrentSpec& spec) {
           {"kTree", spec.tree_drafts}};
 }
 
+std::vector<gpu::Constant> narrow_constants(const RecurrentSpec& spec, int heads_of_lane) {
+  return {{"kType", int(spec.dtype)}, {"kStateType", int(spec.state_dtype)}, {"kDimK", spec.head_dim_k}, {"kOfLane", heads_of_lane}};
+}
+
+// Whether thread blocks of so many heads have one key head each, and so on, as recurrent_narrow_aligned needs it.
+bool is_simple_narrow(const RecurrentSpec& spec, int heads) {
+  const bool one_key_head = spec.num_k_heads == 1 || spec.num_v_heads / spec.num_k_heads % heads == 0;
+  return is_narrow(spec) && one_key_head && spec.head_dim_k % 4 == 0 && spec.gate != RecurrentGate::sigmoid;
+}
+
 }  // namespace
 
 RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec& spec) {
   const int dim_k = spec.head_dim_k, dim_v = spec.head_dim_v;
   if (is_narrow(spec)) {
     const int heads = recurrent_narrow_heads(dim_k);
-    return {.key = {"recurrent_narrow.cu",
-                    std::string(arch),
-                    {{"kType", int(spec.dtype)}, {"kStateType", int(spec.state_dtype)}, {"kDimK", dim_k}, {"kTree", spec.tree_drafts}}},
+    auto constants = narrow_constants(spec, narrow_heads_of_lane(dim_k));
+    constants.push_back({"kTree", spec.tree_drafts});
+    return {.key = {"recurrent_narrow.cu", std::string(arch), std::move(constants)},
             .aligned = "recurrent_narrow_aligned",
             .unaligned = "recurrent_narrow_unaligned",
             .threads = kRecurrentNarrowThreads,
@@ -74,6 +86,15 @@ RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec& spe
           .threads = 32 * warps,
           .tile = std::min(values, dim_v),
           .units = spec.num_v_heads * parts_of(dim_v, values)};
+}
+
+std::optional<NarrowPromptKernel> narrow_prompt_kernel(std::string_view arch, const RecurrentSpec& spec) {
+  const int heads = narrow_prompt_heads(spec.head_dim_k);
+  if (!is_simple_narrow(spec, std::max(heads, recurrent_narrow_heads(spec.head_dim_k)))) return {};
+  return NarrowPromptKernel{
+      .key = {"recurrent_narrow_prompts.cu", std::string(arch), narrow_constants(spec, narrow_prompt_heads_of_lane(spec.head_dim_k))},
+      .tile = std::min(heads, spec.num_v_heads),
+      .units = parts_of(spec.num_v_heads, heads)};
 }
 
 std::optional<StreamKernel> stream_kernel(std::string_view arch, const RecurrentSpec& spec, const DeviceInfo& device) {
@@ -201,6 +222,7 @@ ChunkRounds::ChunkRounds(const ChunkKernels& kernels, const PlanLimits& limits) 
 std::vector<KernelKey> recurrent_kernels(std::string_view arch, const RecurrentSpec& spec, const DeviceInfo& device) {
   std::vector<KernelKey> keys{recurrent_kernel(arch, spec).key, plan_state_batch_key(arch)};
   if (const auto stream = stream_kernel(arch, spec, device)) keys.push_back(stream->key);
+  if (const auto prompts = narrow_prompt_kernel(arch, spec)) keys.push_back(prompts->key);
   if (const auto outputs = output_kernel(arch, spec)) keys.push_back(outputs->key);
   if (const auto chunks = chunk_kernels(arch, spec, device)) {
     keys.push_back(chunks->weights), keys.push_back(chunks->chunks);
@@ -215,6 +237,15 @@ bool has_aligned_rows(const RecurrentInputs& in, const RecurrentOutputs& out) {
 
 bool are_aligned(const RecurrentInputs& in, const RecurrentOutputs& out) {
   return is_aligned(in.state, kAlignedBytes) && is_aligned(out.out, kAlignedBytes);
+}
+
+bool has_aligned_quads(const RecurrentSpec& spec, const RecurrentInputs& in, const RecurrentOutputs& out) {
+  const auto are_small = [](const TensorView& t) { return t.empty() || std::abs(byte_stride(t, 0)) <= INT32_MAX; };
+  const bool neighbours = in.state.size(2) == 1 || in.state.stride(2) == spec.head_dim_k;
+  return is_simple_narrow(spec, recurrent_narrow_heads(spec.head_dim_k)) && neighbours &&
+         is_aligned(in.state, 4 * int64_t(size_of(spec.state_dtype))) && is_aligned(in.q, 4 * int64_t(size_of(spec.dtype))) &&
+         is_aligned(in.k, 4 * int64_t(size_of(spec.dtype))) && are_small(in.q) && are_small(in.k) && are_small(in.v) &&
+         are_small(in.gate) && are_small(out.out);
 }
 
 bool have_aligned_outputs(const RecurrentSpec& spec, const RecurrentInputs& in, const RecurrentOutputs& out) {

@@ -23,6 +23,14 @@ struct RecurrentKernel {
 };
 RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec&);
 
+// The kernel of prompts of heads with values of one dimension (Mamba1).
+struct NarrowPromptKernel {
+  KernelKey key;
+  int tile = 0, units = 0;  // as in RecurrentKernel
+};
+// None for other heads, and where those of a thread block have several key heads, keys are no multiples of 4 channels, or gates sigmoids.
+std::optional<NarrowPromptKernel> narrow_prompt_kernel(std::string_view arch, const RecurrentSpec&);
+
 // The kernel that does the same where a step has more states than multiprocessors have room for.
 struct StreamKernel {
   KernelKey key;
@@ -32,7 +40,8 @@ struct StreamKernel {
 // 16 bytes, for small heads, and for decays of channels that leave too few registers.
 std::optional<StreamKernel> stream_kernel(std::string_view arch, const RecurrentSpec&, const DeviceInfo&);
 
-// Of a launch, in plans that are made from then on. Tests take fewer, so that few units stream.
+// Of a launch, in plans that are made from then on. Tests take fewer, so that few units stream, and thread blocks of recurrent_narrow.cu
+// have several requests.
 inline int64_t most_stream_blocks = INT64_MAX;
 
 // Chunks of a segment at least, in plans that are made from then on. Tests take fewer: the host is slow at computing what a GPU computes.
@@ -98,6 +107,10 @@ std::vector<KernelKey> recurrent_kernels(std::string_view arch, const RecurrentS
 bool has_aligned_rows(const RecurrentInputs&, const RecurrentOutputs&);
 // Whether the entry for aligned tensors can run it: every state and row of outputs begins at a multiple of 16 bytes.
 bool are_aligned(const RecurrentInputs&, const RecurrentOutputs&);
+// Whether the entry for aligned tensors of recurrent_narrow.cu can run it, and recurrent_narrow_prompts.cu where there is one: rows of
+// keys, queries and states begin at multiples of four numbers, heads of a state are neighbours, strides have 31 bits, and the spec is one
+// of narrow_prompt_kernel().
+bool has_aligned_quads(const RecurrentSpec&, const RecurrentInputs&, const RecurrentOutputs&);
 // Whether the entry for aligned tensors of OutputKernel can run it.
 bool have_aligned_outputs(const RecurrentSpec&, const RecurrentInputs&, const RecurrentOutputs&);
 RecurrentOutputParams output_params(const RecurrentSpec&, const OutputKernel&, const RecurrentInputs&, const RecurrentOutputs&,

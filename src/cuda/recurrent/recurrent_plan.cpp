@@ -37,6 +37,7 @@ class RecurrentCudaPlan final : public RecurrentPlan {
         arch_(arch_of(device)),
         kernel_(recurrent_kernel(arch_, spec)),
         stream_kernel_(stream_kernel(arch_, spec, device)),
+        prompt_kernel_(may_have_chunks(options.limits) ? narrow_prompt_kernel(arch_, spec) : std::nullopt),
         output_kernel_(output_kernel(arch_, spec)),
         context_(Context::of_device(device.device.index)) {
     check(int64_t(options.limits.max_num_reqs) * kernel_.units <= INT32_MAX, "limits.max_num_reqs",
@@ -95,6 +96,10 @@ class RecurrentCudaPlan final : public RecurrentPlan {
       std::array kernels{outputs->kernel("recurrent_outputs_unaligned"), outputs->kernel("recurrent_outputs_aligned")};
       output_module_ = std::move(outputs), output_entries_ = std::move(kernels);
     }
+    std::shared_ptr<const Module> prompts;
+    Kernel prompt_entry;
+    if (prompt_kernel_) prompts = Module::load(context_, prompt_kernel_->key), prompt_entry = prompts->kernel("recurrent_narrow_prompts");
+    prompt_module_ = std::move(prompts), prompt_entry_ = std::move(prompt_entry);
     stream_module_ = std::move(stream), stream_entry_ = std::move(stream_entry);
     module_ = std::move(module), entries_ = std::move(entries);  // a copy of a Kernel could fail
   }
@@ -103,6 +108,9 @@ class RecurrentCudaPlan final : public RecurrentPlan {
     return std::min(int64_t(std::max(device_.num_workers, 1)) * stream_kernel_->blocks_together, most_stream_blocks);
   }
   bool may_stream() const { return stream_kernel_ && options_.limits.max_num_reqs * int64_t(kernel_.units) > stream_blocks(); }
+  bool is_narrow() const { return kernel_.key.path == "recurrent_narrow.cu"; }
+  int64_t narrow_blocks(int64_t num_reqs) const;
+  void launch_prompts(const RecurrentParams&, int64_t num_reqs, CUstream) const;
   void launch_tokens(const RecurrentParams&, bool aligned, int64_t num_reqs, bool known, CUstream) const;
   int segments_of_step(const RecurrentParams&, bool known) const;
   void launch_outputs(const RecurrentOutputParams&, bool aligned, int64_t num_tokens, CUstream) const;
@@ -114,6 +122,7 @@ class RecurrentCudaPlan final : public RecurrentPlan {
   std::string arch_;
   RecurrentKernel kernel_;
   std::optional<StreamKernel> stream_kernel_;
+  std::optional<NarrowPromptKernel> prompt_kernel_;  // none where no request within the limits is one
   std::optional<OutputKernel> output_kernel_;
   ContextPtr context_;
   std::unique_ptr<StateLists> lists_;
@@ -126,6 +135,8 @@ class RecurrentCudaPlan final : public RecurrentPlan {
   mutable std::array<Kernel, 2> entries_;  // for unaligned and for aligned tensors
   mutable std::shared_ptr<const Module> stream_module_;
   mutable Kernel stream_entry_;
+  mutable std::shared_ptr<const Module> prompt_module_;
+  mutable Kernel prompt_entry_;
   mutable std::vector<std::shared_ptr<const Module>> chunk_modules_;
   mutable std::vector<Kernel> chunk_entries_;  // of ChunkKernels: weights, chunks, ends, segments
   mutable std::shared_ptr<const Module> output_module_;
@@ -159,6 +170,21 @@ void RecurrentCudaPlan::launch_outputs(const RecurrentOutputParams& p, bool alig
       {.grid_x = unsigned(grid), .threads = unsigned(kRecurrentOutputThreads), .programmatic = device_.sm >= 90}, cu, p);
 }
 
+// Blocks of recurrent_narrow.cu: as many for each of the parts of a request, which take its requests in turn.
+int64_t RecurrentCudaPlan::narrow_blocks(int64_t num_reqs) const {
+  const int64_t together = int64_t(std::max(device_.num_workers, 1)) * recurrent_narrow_blocks(spec_.head_dim_k);
+  const int64_t each = std::min(together, most_stream_blocks) / kernel_.units;
+  return kernel_.units * std::clamp<int64_t>(each, 1, std::max<int64_t>(num_reqs, 1));
+}
+
+// For a step of at most so many requests.
+void RecurrentCudaPlan::launch_prompts(const RecurrentParams& p, int64_t num_reqs, CUstream cu) const {
+  const int64_t most = int64_t(std::max(device_.num_workers, 1)) * kRecurrentNarrowPromptBlocks;
+  const int64_t blocks = std::clamp<int64_t>(num_reqs * prompt_kernel_->units, 1, most);
+  prompt_entry_.launch({.grid_x = unsigned(blocks), .threads = unsigned(kRecurrentNarrowPromptThreads), .programmatic = device_.sm >= 90},
+                       cu, p);
+}
+
 // For a step of at most so many requests. Where blocks take units in turn and the host does not know how many requests there are, those of
 // the limits would be too many.
 void RecurrentCudaPlan::launch_tokens(const RecurrentParams& p, bool aligned, int64_t num_reqs, bool known, CUstream cu) const {
@@ -166,7 +192,7 @@ void RecurrentCudaPlan::launch_tokens(const RecurrentParams& p, bool aligned, in
   const int64_t units = std::max<int64_t>(num_reqs * kernel_.units, 1);
   const bool streams = aligned && stream_module_ != nullptr && units > stream_blocks();
   const Kernel& kernel = streams ? stream_entry_ : entries_[aligned ? 1 : 0];
-  const int64_t blocks = streams ? stream_blocks() : known ? units : std::min(units, kMostBlocks);
+  const int64_t blocks = is_narrow() ? narrow_blocks(num_reqs) : streams ? stream_blocks() : known ? units : std::min(units, kMostBlocks);
   kernel.launch({.grid_x = unsigned(blocks), .threads = unsigned(kernel_.threads), .programmatic = device_.sm >= 90}, cu, p);
 }
 
@@ -238,7 +264,14 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
       launch_chunks(p, maps, known ? step.num_tokens : options_.limits.max_num_tokens, requests, cu);
     }
   }
-  if (has_tokens) launch_tokens(p, are_aligned(in, out), requests, known, cu);
+  const bool aligned = is_narrow() ? has_aligned_quads(spec_, in, out) : are_aligned(in, out);
+  if (prompt_kernel_ && aligned) {
+    p.least_chunked = kLeastNarrowPrompt;
+    const auto is_prompt = [&](const imbrex::StateRequest& r) { return is_narrow_prompt(p, r.end - r.begin, r.drafts); };
+    if (!known || std::ranges::any_of(step.requests, is_prompt)) launch_prompts(p, requests, cu);
+    has_tokens = !known || !std::ranges::all_of(step.requests, is_prompt);
+  }
+  if (has_tokens) launch_tokens(p, aligned, requests, known, cu);
   if (output_kernel_)
     launch_outputs(output_params(spec_, *output_kernel_, in, out, p), have_aligned_outputs(spec_, in, out),
                    known ? step.num_tokens : options_.limits.max_num_tokens, cu);
@@ -276,13 +309,18 @@ class RecurrentCudaBackend final : public BackendOf<RecurrentFamily> {
     check_request(*this, spec.str(), unsupported(spec, device), device, {});
     const RecurrentKernel kernel = recurrent_kernel(arch_of(device), spec);
     const bool narrow = kernel.key.path == "recurrent_narrow.cu";
+    const auto prompts = narrow_prompt_kernel(arch_of(device), spec);
     std::vector<KernelChoice> choices;
     const auto chunks = chunk_kernels(arch_of(device), spec, device);
     if (chunks)
       choices.push_back({.requests = "prompts",
                          .kernel = "recurrent_chunks",
                          .sizes = {{"chunk", kRecurrentChunk}, {"tile_values", chunks->tile}, {"threads", chunks->threads}}});
-    choices.push_back({.requests = chunks ? "others" : "all",
+    if (prompts)
+      choices.push_back({.requests = "prompts",
+                         .kernel = "recurrent_narrow_prompts",
+                         .sizes = {{"tile_heads", prompts->tile}, {"threads", kRecurrentNarrowPromptThreads}}});
+    choices.push_back({.requests = chunks || prompts ? "others" : "all",
                        .kernel = kernel.aligned,
                        .sizes = {{narrow ? "tile_heads" : "tile_values", kernel.tile}, {"threads", kernel.threads}}});
     if (const auto stream = stream_kernel(arch_of(device), spec, device))

@@ -212,6 +212,50 @@ TEST_F(RecurrentOnFakeDriver, ManyStatesStream) {
   EXPECT_GE(run_through, 12);
 }
 
+// Thread blocks of narrow heads have one request after another, with the bits that they have alone.
+TEST_F(RecurrentOnFakeDriver, NarrowBlocksTakeRequestsInTurn) {
+  int run_through = 0;
+  for (const RecurrentVariant& variant : recurrent_variants()) {
+    if (variant.layer.head_dim_v > 1 || variant.layer.has_output_stage()) continue;
+    use(variant);
+    for (RecurrentCase c : own_cases(variant)) {
+      if (run_through % 2 == 0) c.gaps = Gaps::none;
+      const RecurrentCaseInputs in = make_inputs(c);
+      const RecurrentRunResult expected = run(in, default_options(c));
+      for (const int blocks : {1, 3}) {
+        const FewBlocks few(blocks);
+        EXPECT_TRUE(same_bits(run(in, default_options(c)), expected)) << c.name << ", " << blocks << " blocks";
+        ++run_through;
+      }
+    }
+  }
+  EXPECT_EQ(run_through, 12);
+}
+
+// Prompts of narrow heads have a kernel of their own, whose bits are those of steps of a few tokens.
+TEST_F(RecurrentOnFakeDriver, NarrowPromptsAreTheirTokens) {
+  for (const RecurrentVariant& variant : recurrent_variants()) {
+    if (!variant.prompt_kernel() || variant.layer.state_dtype != DType::f32 || variant.layer.has_output_stage()) continue;
+    use(variant);
+    for (const auto& [k_heads, v_heads] : {std::pair{1, 24}, {1, 150}, {2, 256}}) {
+      RecurrentCaseInputs in = law_inputs(variant, {{53, 3}, {16}});
+      RecurrentSpec spec = in.spec;
+      spec.num_k_heads = k_heads, spec.num_v_heads = v_heads, spec.qk_norm = k_heads == 2, spec.skip = v_heads != 150;
+      in = make_inputs({.name = "law", .spec = spec, .requests = in.requests, .seed = 7});
+      fake::state().launches.clear();
+      RecurrentRunOptions options;
+      options.gaps = Gaps::none;
+      const RecurrentRunResult at_once = run(in, options);
+      EXPECT_EQ(launches_of("recurrent_narrow_prompts"), 1);
+      EXPECT_EQ(launches_of("recurrent_narrow_aligned"), 0);
+      options.chunk = 13;
+      fake::state().launches.clear();
+      EXPECT_TRUE(same_bits(run(in, options), at_once)) << spec.str();
+      EXPECT_EQ(launches_of("recurrent_narrow_prompts"), 0);
+    }
+  }
+}
+
 // Segments of one chunk, for plans of a test.
 struct ShortSegments {
   ShortSegments() { least_segment = 1; }

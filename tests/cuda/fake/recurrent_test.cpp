@@ -204,9 +204,9 @@ TEST_F(RecurrentCalls, RefuseMoreRequestsThanPartsHaveNumbers) {
   EXPECT_EQ(code(many, (1 << 15) - 1), kFine);
   use(recurrent_variants().back());
   RecurrentSpec narrow = recurrent_variants().back().layer;
-  narrow.num_v_heads = 1 << 16;  // of which a part has 128
-  EXPECT_EQ(code(narrow, 1 << 22), "limits.max_num_reqs");
-  EXPECT_EQ(code(narrow, (1 << 22) - 1), kFine);
+  narrow.num_v_heads = 1 << 16;  // of which a part has 64
+  EXPECT_EQ(code(narrow, 1 << 21), "limits.max_num_reqs");
+  EXPECT_EQ(code(narrow, (1 << 21) - 1), kFine);
 }
 
 // Aligned states and outputs take one kernel, others the other; grids follow from requests where the host knows them, else from the limits,

@@ -20,6 +20,10 @@ inline void use_recurrent_text(const imbrex::test::RecurrentVariant& variant) {
     put_into_cache(stream->key);
     state().param_sizes["recurrent_stream"] = {sizeof(RecurrentParams)};
   }
+  if (const auto prompts = variant.prompt_kernel()) {
+    put_into_cache(prompts->key);
+    state().param_sizes["recurrent_narrow_prompts"] = {sizeof(RecurrentParams)};
+  }
   if (const auto outputs = variant.output_kernel()) {
     put_into_cache(outputs->key);
     for (const char* entry : {"recurrent_outputs_aligned", "recurrent_outputs_unaligned"})
@@ -35,6 +39,7 @@ inline void use_recurrent_text(const imbrex::test::RecurrentVariant& variant) {
   const std::string ends = variant.chunks() ? variant.chunks()->ends.str() : "";
   run_texts([name = std::string(variant.name), ends, outputs = std::string(variant.outputs)](const Launch& launch) {
     if (launch.entry.starts_with("recurrent_outputs")) return launch.entry + "_" + outputs;
+    if (launch.entry == "recurrent_narrow_prompts") return launch.entry + "_prompts_" + name;
     if (launch.entry.ends_with("_weights")) return launch.entry + "_weights_" + name;
     if (launch.entry == "recurrent_chunks") return launch.entry + (launch.module == ends ? "_ends_" : "_chunks_") + name;
     if (launch.entry == "recurrent_segments") return launch.entry + "_segments_" + name;

@@ -1,8 +1,9 @@
 #pragma once
-// The specialisations of recurrent.cu and recurrent_narrow.cu, and of the kernels of chunks, whose text runs on the host, each with a layer
-// that it serves: both layouts, decays of heads and of channels, types of tensors and of states, 8 and 16 lanes that share a value,
-// dimensions that fill no vector, heads that share a thread block, products of a warpgroup and of a warp, shared memory for two chunks and
-// for one, and what may be behind outputs: those have the texts of a layer without it, and one more; and drafts that may be a tree.
+// The specialisations of recurrent.cu, recurrent_narrow.cu and recurrent_narrow_prompts.cu, and of the kernels of chunks, whose text runs
+// on the host, each with a layer that it serves: both layouts, decays of heads and of channels, types of tensors and of states, 8 and 16
+// lanes that share a value, dimensions that fill no vector, heads that share a thread block, products of a warpgroup and of a warp, shared
+// memory for two chunks and for one, and what may be behind outputs: those have the texts of a layer without it, and one more; and drafts
+// that may be a tree.
 #include <optional>
 #include <string>
 #include <vector>
@@ -23,6 +24,7 @@ struct RecurrentVariant {
   }
   cuda::KernelKey key() const { return cuda::recurrent_kernel(arch(), layer).key; }
   std::optional<cuda::StreamKernel> stream_kernel() const { return cuda::stream_kernel(arch(), layer, {}); }
+  std::optional<cuda::NarrowPromptKernel> prompt_kernel() const { return cuda::narrow_prompt_kernel(arch(), layer); }
   std::optional<cuda::OutputKernel> output_kernel() const { return cuda::output_kernel(arch(), layer); }
   // Of its prompts, on a GPU that has multiprocessors for segments.
   std::optional<cuda::ChunkKernels> chunks() const { return cuda::chunk_kernels(arch(), layer, {.num_workers = 132}); }
