@@ -23,6 +23,8 @@ namespace {
 
 constexpr int kNoiseColumns = 64;  // enough to know the root mean square to about 10 %
 constexpr uint64_t kSignTag = 0x7369676e;
+constexpr double kRounding = 0x1p-8;  // to bf16: the most that it moves a number, as a share of it
+constexpr double kTiny = 1e-6;
 
 int noise_columns(const AttentionSpec& spec) { return std::min(kNoiseColumns, spec.head_dim_v); }
 
@@ -146,7 +148,6 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const Attentio
   HeadCall call{.spec = head_spec(spec), .keys = keys};
   target.parameters->view(call.parameters, target.kv_head * group, group);
   attend(call, w);
-  constexpr int kRoom = 4;  // roundings to bf16
   const size_t columns = size_t(dim_v) + size_t(noise);
   Outcome worst;
   for (int h = 0; h < group; ++h) {
@@ -154,7 +155,7 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const Attentio
     double squares = 0;
     for (const float x : head.subspan(size_t(dim_v))) squares += double(x) * x;
     const std::vector<double> expected(head.begin(), head.begin() + dim_v);
-    compare(sample.actual.data() + h * dim_v, expected, std::sqrt(squares / noise), kRoom, target.kv_head * group + h, worst);
+    compare(sample.actual.data() + h * dim_v, expected, kRounding * std::sqrt(squares / noise), target.kv_head * group + h, worst);
   }
   return worst;
 }
@@ -176,15 +177,14 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const MlaTarge
   };
 
   std::vector<double> absorbed(size_t(latent), 0);
-  const uint16_t* const q =
-      synthetic_.pool().data() + synthetic_.offset(Side::q, sample.layer, target.head, key_of(sample, sample.position));
+  const uint64_t own = key_of(sample, sample.position);
+  const uint16_t* const q = synthetic_.pool().data() + synthetic_.offset(Side::q, sample.layer, target.head, own);
   for (int n = 0; n < nope; ++n) {
     for (int d = 0; d < rank; ++d) absorbed[size_t(d)] += double(bf16_to_float(q[n])) * double(bf16_to_float(weights(n)[d]));
   }
   for (int d = 0; d < spec.qk_rope_dim; ++d) absorbed[size_t(rank) + size_t(d)] = bf16_to_float(q[nope + d]);
-  w.q.resize(size_t(latent) * sizeof(float));
-  std::copy(absorbed.begin(), absorbed.end(), reinterpret_cast<float*>(w.q.data()));
 
+  w.q.resize(size_t(latent) * sizeof(float));
   w.k.resize(size_t(keys) * size_t(latent) * sizeof(float));
   w.v.resize(size_t(keys) * size_t(rank) * sizeof(float));
   auto *k = reinterpret_cast<float*>(w.k.data()), *v = reinterpret_cast<float*>(w.v.data());
@@ -193,39 +193,50 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const MlaTarge
     load_as_doubles(pool_.data(), kv_dtype_, synthetic_.offset(Side::k, sample.layer, 0, key_of(sample, first + j)), 1, numbers);
     for (int d = 0; d < latent; ++d) k[j * latent + d] = float((is_fp8(kv_dtype_) ? double(kFp8Scale) : 1.) * numbers[size_t(d)]);
   }
-  // The sum of latents, and the same with a random sign for each key.
-  std::vector<double> sums[2];
-  for (std::vector<double>& sum : sums) {
+  const auto random_sign = [](uint64_t number) { return (number & 1) != 0 ? -1. : 1.; };
+  // The sum of latents, with a random sign for each key or with elements of the query off by a rounding.
+  const auto sum_of = [&](bool signs, bool off) {
     for (int j = 0; j < keys; ++j) {
-      const bool negative = &sum == &sums[1] && (hash_numbers(key_of(sample, first + j), kSignTag) & 1) != 0;
-      for (int d = 0; d < rank; ++d) v[j * rank + d] = negative ? -k[j * latent + d] : k[j * latent + d];
+      const auto sign = float(signs ? random_sign(hash_numbers(key_of(sample, first + j), kSignTag)) : 1);
+      for (int d = 0; d < rank; ++d) v[j * rank + d] = sign * k[j * latent + d];
+    }
+    for (int d = 0; d < latent; ++d) {
+      const double moved = off && d < rank ? kRounding * random_sign(hash_numbers(own, kSignTag, uint64_t(d))) : 0;
+      reinterpret_cast<float*>(w.q.data())[d] = float(absorbed[size_t(d)] * (1 + moved));
     }
     attend(call, w);
-    sum.assign(w.out.begin(), w.out.end());
-  }
-  const auto value = [&](int n, const std::vector<double>& sum) {
-    double total = 0;
-    for (int d = 0; d < rank; ++d) total += double(bf16_to_float(weights(nope + n)[d])) * sum[size_t(d)];
-    return total;
+    return std::vector<double>(w.out.begin(), w.out.end());
   };
+  const std::vector<double> exact = sum_of(false, false), noise = sum_of(true, false), off = sum_of(false, true);
   std::vector<double> expected;
-  double squares = 0;
+  double of_keys = 0, of_query = 0, of_sum = 0, of_outputs = 0;  // sums of squares over the outputs, as shares of kRounding
   for (int n = 0; n < dim_v; ++n) {
-    expected.push_back(value(n, sums[0]));
-    squares += std::pow(value(n, sums[1]), 2);
+    double value = 0, value_noise = 0, value_off = 0;
+    for (int d = 0; d < rank; ++d) {
+      const double weight = bf16_to_float(weights(nope + n)[d]), x = exact[size_t(d)];
+      value += weight * x, value_noise += weight * noise[size_t(d)], value_off += weight * (off[size_t(d)] - x);
+      of_sum += weight * x * weight * x;
+    }
+    expected.push_back(value);
+    of_keys += 3 * value_noise * value_noise;
+    of_query += std::pow(value_off / kRounding, 2);
+    of_outputs += value * value;
   }
-  // Beside weights, plans round queries and outputs in latent space, or keys and values of heads: errors of logits become those of weights.
-  constexpr int kRoom = 8;
+  const double squares = of_keys + of_query + of_sum;
   Outcome worst;
-  compare(sample.actual.data(), expected, std::sqrt(squares / dim_v), kRoom, target.head, worst);
+  compare(sample.actual.data(), expected, kRounding * std::sqrt(squares / dim_v), target.head, worst);
+  double error = 0;
+  for (int n = 0; n < dim_v; ++n) error += std::pow(bf16_to_float(sample.actual[size_t(n)]) - expected[size_t(n)], 2);
+  worst.add(0, std::sqrt(error / dim_v), kRounding * std::sqrt((squares + of_outputs) / dim_v) + kTiny, target.head, kRootMeanSquare);
   return worst;
 }
 
-// Adds the values of a head, of which the sample has the first of `head`'s at `actual`.
-void Verifier::compare(const uint16_t* actual, std::span<const double> expected, double noise, int room, int head, Outcome& worst) {
-  const double rounding = room * 0x1p-8 * noise;
+// Adds the values of a head, of which the sample has the first of `head`'s at `actual`; `root` is that of the sum of the squares of their
+// roundings.
+void Verifier::compare(const uint16_t* actual, std::span<const double> expected, double root, int head, Outcome& worst) {
+  constexpr int kRoots = 4;
   for (size_t d = 0; d < expected.size(); ++d)
-    worst.add(expected[d], bf16_to_float(actual[d]), 0x1p-8 * std::abs(expected[d]) + rounding + 1e-6, head, int(d));
+    worst.add(expected[d], bf16_to_float(actual[d]), kRounding * std::abs(expected[d]) + kRoots * root + kTiny, head, int(d));
 }
 
 // Writes [q heads, head_dim_v] to Worker::out.
@@ -337,10 +348,11 @@ void Verifier::run(const std::vector<VerifySample>& samples) {
     const Outcome& o = outcomes[i];
     const VerifySample& s = samples[i];
     check(o.max_ratio <= 1, "replay.verify",
-          "request {}, token {} of {} + {}, layer {}{}, {} {}: expected {:.6g} within {:.3g}, got {:.6g} ({})", s.request, s.position,
+          "request {}, token {} of {} + {}, layer {}{}, {}: expected {:.6g} within {:.3g}, got {:.6g} ({})", s.request, s.position,
           s.trace->input_length, s.trace->output_length, s.name, o.head < 0 ? "" : fmt::format(", head {}", o.head),
-          o.of_state ? "number of the state" : "element", o.element, o.expected, o.bound, o.actual,
-          std::visit([](const auto& target) { return target.spec->str(); }, s.target));
+          o.element == kRootMeanSquare ? "root mean square of errors"
+                                       : fmt::format("{} {}", o.of_state ? "number of the state" : "element", o.element),
+          o.expected, o.bound, o.actual, std::visit([](const auto& target) { return target.spec->str(); }, s.target));
     const auto [outputs, values] = std::visit([](const auto& target) { return size_of_output(*target.spec); }, s.target);
     summary_.outputs += outputs;
     summary_.values += values;

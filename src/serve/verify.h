@@ -70,14 +70,30 @@ class Verifier {
 
   static void check_spec(const LayerSpec&);
   // Recomputes all samples in parallel. Error replay.verify for the first one, in order, that differs by more than its bound:
-  //   |actual - expected| <= 2^-8 |expected| + 4 * 2^-8 sqrt(sum p_i^2 v_i^2) + 1e-6
-  // The first term is twice the rounding of the output to bf16. The second bounds what rounding every probability to bf16 (2^-9)
-  // does: such errors are independent, so they add up by their squares, and the root is their scale for this very output. It is
-  // measured: extra value columns carry the same values with a random sign per key. The bound shrinks with the context like the
-  // outputs do, so that one wrong page among thousands of keys is seen; the conformance bound, made for short cases, has a floor
+  //   |actual - expected| <= u |expected| + 4 u sqrt(sum p_i^2 v_i^2) + 1e-6,  u = 2^-8
+  // Rounding to bf16 moves a number x by at most u |x|. The first term is that of the output. The second bounds what rounding every
+  // probability does: such errors are independent, so they add up by their squares, and the root is their scale for this very output. An
+  // error of up to u |x| with equal chances has a standard deviation of u |x| / sqrt(3), so 4 roots are at least 6.9 standard deviations of
+  // the sum. The root is measured: extra value columns carry the same values with a random sign per key. The bound shrinks with the context
+  // like the outputs do, so that one wrong page among thousands of keys is seen; the conformance bound, made for short cases, has a floor
   // that would hide it.
-  // Of latent attention the query is absorbed in double precision. A plan of it rounds keys and values, or absorbed queries, to bf16, which
-  // moves logits by about as much as rounding moves probabilities: the bound holds for it too.
+  // Of latent attention, with c_i the latent of key i, a = q W_UK the absorbed query, s the scale of logits and w a row of W_UV:
+  //   |actual - expected| <= u |expected| + 4 u sqrt(K + A + C) + 1e-6
+  //   K = 3 sum p_i^2 v_i^2            expanded: weights, values and keys, the last of which move logits by less than u. In latent space
+  //                                    weights alone are rounded
+  //   A = sum_d (s a_d cov(c_d, v))^2  in latent space: elements of the absorbed query, where cov is over the keys with their weights
+  //   C = sum_d (w_d sum p_i c_i,d)^2  in latent space: elements of the sum of latents, in front of W_UV
+  // K becomes less with the number of keys, since each key's roundings are its own. A and C do not: one error of the query is in the
+  // logits of all keys, and values are made of the same latents as logits. With random latents of variance 1 the covariance is w_d and
+  // the sum s a, so that both are s^2 sum_d (a_d w_d)^2 however many keys there are. With 512 latents, 128 + 64 elements of a query and
+  // the weights of a replay they are more than K from about 3000 keys on, and nine tenths of the root's square at 46 thousand. K is
+  // measured as above, and A by one more sum, with every element of the query off by u, up or down. The root is one for the values of a
+  // head, which have the same scale: it is of the means of the three over them.
+  // A wrong page moves all values of a head, and roundings rarely move many of them far. So their root mean square has a bound of its
+  // own:
+  //   sqrt(mean (actual - expected)^2) <= u sqrt(mean expected^2 + K + A + C) + 1e-6
+  // Errors would meet it if each was as large as it can be; they have 0.42 of that, or 0.58 if all mantissas were the worst. So a page
+  // of 32 keys that are another request's is seen among 50 thousand keys; among 100 thousand it is less than what roundings do.
   // Of a short convolution:
   //   |actual - expected| <= 2^-7 |expected| + 2^-20 |C| (|bias| + sum |weight h|) + 1e-6
   // The first term is a step of bf16, since both are rounded to it; the second bounds what sums in floats lose when their parts cancel.
@@ -91,10 +107,11 @@ class Verifier {
  private:
   struct Worker;
   struct HeadCall;
+  static constexpr int kRootMeanSquare = -1;
   struct Outcome {
     double max_error = 0, max_ratio = 0;
     double expected = 0, actual = 0, bound = 0;  // of the worst value
-    int head = -1, element = 0;                  // where it is; -1: no heads
+    int head = -1, element = 0;                  // where it is; -1: no heads; kRootMeanSquare: `actual` is that of the head's errors
     bool of_state = false;                       // else of the output
     void add(double expected, double actual, double bound, int head, int element, bool of_state = false);
   };
@@ -102,7 +119,7 @@ class Verifier {
   Outcome recompute(const VerifySample&, const ShortConvTarget&, Worker&) const;
   Outcome recompute(const VerifySample&, const MlaTarget&, Worker&) const;
   Outcome recompute(const VerifySample&, const RecurrentTarget&, Worker&) const;
-  static void compare(const uint16_t* actual, std::span<const double> expected, double noise, int room, int head, Outcome&);
+  static void compare(const uint16_t* actual, std::span<const double> expected, double root, int head, Outcome&);
   static void attend(const HeadCall&, Worker&);
   uint64_t key_of(const VerifySample&, int position) const;
 
