@@ -1,15 +1,14 @@
 // recurrent.cu for steps with more states than multiprocessors have room for: the same steps with the same bits. Thread blocks stay, and
 // while one computes a unit, the state of its next one is on its way to shared memory; numbers of the next token, of the same unit or
-// another one, are loaded meanwhile, and units are looked up ahead of both. For sm_90, states with keys innermost, aligned tensors, and
-// drafts that are no tree.
+// another one, are loaded meanwhile, and units are looked up ahead of both. For sm_90, aligned tensors, and drafts that are no tree.
 #include "recurrent_step.cuh"
 
 namespace imbrex::cuda {
 
 constexpr int kBlocksTogether = recurrent_stream_blocks(kDimK, kDimV);
-static_assert(kInParts && !kKeysFirst && !kTree && kDimK * kStateSize % 16 == 0);
+static_assert(kInParts && !kTree && (kKeysFirst ? kDimV : kDimK) * kStateSize % 16 == 0);
 
-constexpr int kWarpBytes = kWarpValues * kDimK * kStateSize;
+constexpr int kWarpBytes = kWarpValues * (kKeysFirst ? kPadded : kDimK) * kStateSize;
 constexpr int kAhead = recurrent_stream_ahead(kDimK, kDimV, kStateSize);  // states on their way
 constexpr int kUnits = recurrent_stream_units(kAhead);
 
@@ -19,10 +18,10 @@ struct Shared {
   char states[kAhead][kWarps][kWarpBytes];  // of the next units, each warp's values
   StateRequest requests[2];                 // that of the last unit, and where that one ends
   Unit units[kUnits];                       // from the one at work on
-  u64 loaded[kAhead][kWarps];
+  u64 loaded[kAhead][kWarps];               // where keys are innermost
 };
 extern "C" __device__ const unsigned smem_bytes = sizeof(Shared);
-static_assert(sizeof(Shared) == recurrent_stream_bytes(kDimK, kDimV, kStateSize, kOfChannels));
+static_assert(sizeof(Shared) == recurrent_stream_bytes(kDimK, kDimV, kStateSize, kOfChannels, kKeysFirst, kFinishes));
 
 // Units are looked up by one thread. What is made of a request would wait for it: so it is copied first.
 DEVICE void begin_unit(const RecurrentParams& p, u32 index, u32 units, Shared& shared) {
@@ -36,7 +35,7 @@ DEVICE Unit unit_at(const RecurrentParams& p, u32 index, const RecurrentItem& it
   return {behind_chunks(p, item), int(part) / kTiles, int(part) % kTiles * kRows};
 }
 DEVICE void end_unit(const RecurrentParams& p, u32 index, u32 units, Unit& unit, Shared& shared) {
-  copy_async_wait<0>();
+  copy_async_wait<kKeysFirst ? 1 : 0>();  // a state may still be on its way
   const u32 each = units_of_request(p);
   RecurrentItem item{};
   if (index < units) item = item_of(p, shared.requests[0], shared.requests[1].begin, int(index / each), index % each == 0);
@@ -49,27 +48,81 @@ DEVICE void find_first_units(const RecurrentParams& p, u32 units, Shared& shared
   shared.units[lane_id()] = unit_at(p, index, index < units ? item_of(p, int(index / each), index % each == 0) : RecurrentItem{});
 }
 
-// Has a warp's values of a unit's state loaded, where there are any. By a lane.
-DEVICE void begin_state(const RecurrentParams& p, const Unit& unit, int warp, int place, Shared& shared) {
-  const int first = unit.first_value + warp * kWarpValues, count = min(kDimV - first, kWarpValues);
-  if (!unit.has_state() || count <= 0) return;
-  const u32 bytes = u32(count * kDimK * kStateSize), barrier = shared_address(&shared.loaded[place][warp]);
-  mbarrier_arrive_expect(barrier, bytes);
-  bulk_load(shared_address(shared.states[place][warp]), unit.source(p) + first * kDimK * kStateSize, bytes, barrier);
+// Where keys are innermost, a warp's values of a state are one piece of memory, which one copy brings. Where values are, they are rows of
+// 16 or 8 of them that lie apart, and lanes copy 16 bytes at a time, as groups in the order of states: a run of floats is a lane's own;
+// runs of 16 bits are of two lanes, which copy two rows of four each. Of a channel of all lanes' quads the pieces of kKeyLanes rows lie
+// together, so that neither copies nor reads of neighbouring lanes meet in a bank.
+constexpr int kPieceBytes = 16, kRunBytes = kValues * kStateSize, kSharers = kPieceBytes / kRunBytes;
+constexpr int kPieces = kWarpValues * kStateSize / kPieceBytes;  // of a row
+constexpr int piece_at(int quad, int channel, int piece, int key_lane) {
+  return (((quad * 4 + channel) * kPieces + piece) * kKeyLanes + key_lane) * kPieceBytes;
 }
 
-// The state of a unit: that of a block's first one comes from memory at once, those of others from shared memory.
-DEVICE void take_state(const RecurrentParams& p, const Unit& unit, const Lane& lane, bool is_first, int place, Shared& shared,
-                       u32& parities, State& s) {
-  const int warp = lane.value / kWarpValues;
-  if (!unit.has_state() || unit.first_value + warp * kWarpValues >= kDimV) {
-    s = {};
-  } else if (is_first) {
-    Places<true>::load(unit.source(p), unit.first_value + lane.value, lane.key, s);
+// What addresses are made of: where keys are innermost, these would be kept from before the loop, in registers that others need.
+DEVICE Lane place_here(const Lane& lane) { return kKeysFirst ? lane : Lane{computed_here(lane.value), computed_here(lane.key)}; }
+
+// Has a warp's values of a unit's state loaded, where there are any. By all lanes.
+DEVICE void begin_state(const RecurrentParams& p, const Unit& unit, const Lane& lane, int place, Shared& shared) {
+  const int warp = int(threadIdx.x / 32), first = unit.first_value() + warp * kWarpValues;
+  char* const to = shared.states[place][warp];
+  if constexpr (kKeysFirst) {
+    const int group = lane_id() / kKeyLanes, piece = group / kSharers;
+    const int value = first + piece * kSharers * kValues, row = 4 * lane.key + group % kSharers * (4 / kSharers);
+    if (unit.has_state() && value < kDimV) {
+      const char* const from = unit.source(p) + (long(row) * kDimV + value) * kStateSize;
+      const u32 pieces = shared_address(to) + piece_at(0, group % kSharers * (4 / kSharers), piece, lane.key);
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i)
+#pragma unroll
+        for (int c = 0; c < 4 / kSharers; ++c)
+          if (const int next = 4 * kKeyLanes * i + c; kPadded == kDimK || row + next < kDimK)
+            copy_async<kPieceBytes>(pieces + piece_at(i, c, 0, 0), from + long(next) * kDimV * kStateSize);
+    }
+    copy_async_commit();
   } else {
-    mbarrier_wait(shared_address(&shared.loaded[place][warp]), parities >> place & 1);
-    parities ^= 1u << place;
-    Places<true>::load(shared.states[place][warp], lane.value - warp * kWarpValues, lane.key, s);  // values that are not there are anything
+    if (lane_id() != 0) return;
+    const int count = unit.has_state() ? max(min(kDimV - first, kWarpValues), 0) : 0;
+    const u32 bytes = u32(count * kDimK * kStateSize), barrier = shared_address(&shared.loaded[place][warp]);
+    mbarrier_arrive_expect(barrier, bytes);
+    if (count > 0) bulk_load(shared_address(to), unit.source(p) + first * kDimK * kStateSize, bytes, barrier);
+  }
+}
+// What has come of it: values that are not there are anything.
+DEVICE void end_state(const Lane& lane, u32 number, Shared& shared, State& s) {
+  const u32 place = number % kAhead;
+  const int warp = int(threadIdx.x / 32);
+  const char* const from = shared.states[place][warp];
+  if constexpr (kKeysFirst) {
+    if (kSharers > 1) __syncwarp();  // the other lane's copies are there too
+    const int group = lane_id() / kKeyLanes;
+    const char* const runs = from + piece_at(0, 0, group / kSharers, lane.key) + group % kSharers * kRunBytes;
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        float x[kValues] = {};
+        if (kPadded == kDimK || 4 * (kKeyLanes * i + lane.key) + c < kDimK)
+          load_run<kStateType, true>(runs + piece_at(i, c, 0, 0), kValues, x);
+#pragma unroll
+        for (int j = 0; j < kValues; ++j) s.of[j][i][c] = x[j];
+      }
+  } else {
+    // Of each place a phase is a unit; the first one of place 0 is that of the second unit there.
+    mbarrier_wait(shared_address(&shared.loaded[place][warp]), (number / kAhead + (place == 0 ? 1 : 0)) & 1);
+    const Lane here = place_here(lane);
+    Places<true>::load(from, here.value - warp * kWarpValues, here.key, s);
+  }
+}
+
+// The state of a block's unit of that number: the first one comes from memory at once, others from shared memory.
+DEVICE void take_state(const RecurrentParams& p, const Unit& unit, const Lane& lane, u32 number, Shared& shared, State& s) {
+  if constexpr (kKeysFirst) copy_async_wait<kAhead - 1>();
+  if (!unit.has_state() || unit.first_value() + int(threadIdx.x / 32) * kWarpValues >= kDimV) {
+    s = {};
+  } else if (number == 0) {
+    Places<true>::load(unit.source(p), unit.first_value() + lane.value, lane.key, s);
+  } else {
+    end_state(lane, number, shared, s);
   }
 }
 
@@ -77,48 +130,48 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const bool leads = threadIdx.x == kThreads - 32;  // in the last warp, whose part of a token is small
   const Lane lane = lane_place();
-  if (threadIdx.x < kAhead * kWarps) mbarrier_init(shared_address(&shared.loaded[0][threadIdx.x]), 1), mbarrier_fence_init();
+  if (!kKeysFirst && threadIdx.x < kAhead * kWarps) mbarrier_init(shared_address(&shared.loaded[0][threadIdx.x]), 1), mbarrier_fence_init();
   if (!p.lists_are_there) griddep_wait();
   const u32 units = u32(num_requests(p)) * units_of_request(p);
   if (threadIdx.x >= kThreads - 32) find_first_units(p, units, shared);
   __syncthreads();
   griddep_wait();
   const auto load_first = [&](const Unit& unit, TokenPart& part) {
-    if (unit.is_there()) load_part(p, unit.item.begin, unit.head, unit.first_value, part);
+    if (unit.is_there()) load_part(p, unit.item.begin, unit.head, unit.first_value(), part);
   };
   TokenPart part;
   load_first(shared.units[0], part);
   const auto index_of = [&](u32 number) { return blockIdx.x + number * gridDim.x; };
-  if (kAhead > 1 && lane_id() == 0) {
 #pragma unroll
-    for (int i = 1; i < kAhead; ++i) begin_state(p, shared.units[i], lane.value / kWarpValues, i, shared);
-  }
-  u32 parities = 0, turn = 0;
+  for (int i = 1; i < kAhead; ++i) begin_state(p, shared.units[i], lane, i, shared);
+  u32 turn = 0;
 #pragma unroll 1
   for (u32 number = 0; index_of(number) < units; ++number) {
     const Unit& unit = shared.units[number % kUnits];
     const Unit& next = shared.units[(number + 1) % kUnits];
     State s;
-    const int place = int(number % kAhead);
-    take_state(p, unit, lane, number == 0, place, shared, parities, s);
+    take_state(p, unit, lane, number, shared, s);
     __syncwarp();
-    if (lane_id() == 0) begin_state(p, shared.units[(number + kAhead) % kUnits], lane.value / kWarpValues, place, shared);
+    const u32 last = number + kUnits - 1;
+    if (kKeysFirst && leads) begin_unit(p, index_of(last), units, shared);  // in front of copies that may take longer
+    begin_state(p, shared.units[(number + kAhead) % kUnits], lane, int(number % kAhead), shared);
     if (number == 0 && unit.is_there()) put_part(p, part, shared.tokens[0]);
     __syncthreads();  // the unit's token is there, and one unit more
-    const u32 last = number + kUnits - 1;
-    if (leads) begin_unit(p, index_of(last), units, shared);
+    if (!kKeysFirst && leads) begin_unit(p, index_of(last), units, shared);
     if (!unit.is_there()) {
       load_first(next, part);
       if (next.is_there()) put_part(p, part, shared.tokens[turn]);
     }
-    const int first = unit.first_value + lane.value;
-    const auto store = [&](int row) { Places<true>::store(unit.state(p, row), first, lane.key, s); };
+    const auto store = [&](int row) {
+      const Lane here = place_here(lane);
+      Places<true>::store(unit.state(p, row), unit.first_value() + here.value, here.key, s);
+    };
     if (unit.is_there() && unit.item.end - unit.item.begin == unit.item.drafts) store(0);
 #pragma unroll 1
     for (int token = unit.item.begin; token < unit.item.end; ++token, turn ^= 1) {
       const bool is_last = token + 1 == unit.item.end;
       if (token > unit.item.begin) __syncthreads();  // the token is there
-      if (!is_last) load_part(p, token + 1, unit.head, unit.first_value, part);
+      if (!is_last) load_part(p, token + 1, unit.head, unit.first_value(), part);
       if (is_last) load_first(next, part);
       run_token<true>(p, unit, lane, token, shared.tokens[turn], s);
       if (const int row = token + 1 - (unit.item.end - unit.item.drafts); row >= 0) store(row);
