@@ -290,7 +290,8 @@ DEVICE void step_of(const RecurrentParams& p, const Token& t, int key_lane, cons
 struct Unit {
   RecurrentItem item;
   int head, first;
-  DEVICE int first_value() const { return kTiles == 1 ? 0 : first; }
+  // Known where that saves registers (recurrent_stream.cu).
+  DEVICE int first_value() const { return kTiles == 1 && (kKeysFirst || kFinishes) ? 0 : first; }
   DEVICE bool is_there() const { return item.begin < item.end; }
   DEVICE bool has_state() const { return is_there() && item.first_row >= 0; }
   DEVICE char* state(const RecurrentParams& p, int row) const { return item.state + row * p.state_row_stride + head * p.state_head_stride; }
@@ -350,13 +351,13 @@ DEVICE void run_token(const RecurrentParams& p, const Unit& unit, const Lane& la
   step_of(p, t, lane.key, given, s, y);
   if (!kFinishesHere && (lane.key != 0 || first >= kDimV)) return;
   const float skip = p.skip != nullptr ? p.skip[unit.head] : 0.f;
-  char* const row = p.out + token * p.out_token_stride + unit.head * p.out_head_stride;
+  const auto row = [&] { return p.out + token * p.out_token_stride + unit.head * p.out_head_stride; };
   if constexpr (kFinishesHere) {
-    finish_outputs(p, unit, lane, t, skip, y, row);
+    finish_outputs(p, unit, lane, t, skip, y, row());
   } else {
 #pragma unroll
     for (int j = 0; j < kValues; ++j) y[j] = __fmaf_rn(skip, given[j], y[j]);
-    store_run<kType, aligned && kDimV % kValues == 0>(row + long(first) * kSize, min(kDimV - first, kValues), y);
+    store_run<kType, aligned && kDimV % kValues == 0>(row() + long(first) * kSize, min(kDimV - first, kValues), y);
   }
 }
 

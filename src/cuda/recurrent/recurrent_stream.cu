@@ -58,19 +58,21 @@ constexpr int piece_at(int quad, int channel, int piece, int key_lane) {
   return (((quad * 4 + channel) * kPieces + piece) * kKeyLanes + key_lane) * kPieceBytes;
 }
 
-// What addresses are made of: where keys are innermost, these would be kept from before the loop, in registers that others need.
-DEVICE Lane place_here(const Lane& lane) { return kKeysFirst ? lane : Lane{computed_here(lane.value), computed_here(lane.key)}; }
+// What addresses are made of: where keys are innermost, these are kept from before the loop, unless outputs need their registers. Without
+// outputs kernels of such states are bound by memory alone, and a percent is lost by little: by what is computed between loads, and by
+// stores with branches instead of predicates, which a constant Unit::first_value() would give them.
+DEVICE int here(int x) { return kKeysFirst || !kFinishes ? x : computed_here(x); }
+DEVICE int warp_of(const Lane& lane) { return kKeysFirst || kFinishes ? int(threadIdx.x / 32) : lane.value / kWarpValues; }
 
-// Has a warp's values of a unit's state loaded, where there are any. By all lanes.
+// Has a warp's values of a unit's state loaded, where there are any: by one lane where keys are innermost, else by all.
 DEVICE void begin_state(const RecurrentParams& p, const Unit& unit, const Lane& lane, int place, Shared& shared) {
-  const int warp = int(threadIdx.x / 32), first = unit.first_value() + warp * kWarpValues;
-  char* const to = shared.states[place][warp];
+  const int warp = warp_of(lane), first = unit.first_value() + warp * kWarpValues;
   if constexpr (kKeysFirst) {
     const int group = lane_id() / kKeyLanes, piece = group / kSharers;
     const int value = first + piece * kSharers * kValues, row = 4 * lane.key + group % kSharers * (4 / kSharers);
     if (unit.has_state() && value < kDimV) {
       const char* const from = unit.source(p) + (long(row) * kDimV + value) * kStateSize;
-      const u32 pieces = shared_address(to) + piece_at(0, group % kSharers * (4 / kSharers), piece, lane.key);
+      const u32 pieces = shared_address(shared.states[place][warp]) + piece_at(0, group % kSharers * (4 / kSharers), piece, lane.key);
 #pragma unroll
       for (int i = 0; i < kQuads; ++i)
 #pragma unroll
@@ -80,22 +82,20 @@ DEVICE void begin_state(const RecurrentParams& p, const Unit& unit, const Lane& 
     }
     copy_async_commit();
   } else {
-    if (lane_id() != 0) return;
-    const int count = unit.has_state() ? max(min(kDimV - first, kWarpValues), 0) : 0;
+    const int count = min(kDimV - first, kWarpValues);
+    if (!unit.has_state() || count <= 0) return;
     const u32 bytes = u32(count * kDimK * kStateSize), barrier = shared_address(&shared.loaded[place][warp]);
     mbarrier_arrive_expect(barrier, bytes);
-    if (count > 0) bulk_load(shared_address(to), unit.source(p) + first * kDimK * kStateSize, bytes, barrier);
+    bulk_load(shared_address(shared.states[place][warp]), unit.source(p) + first * kDimK * kStateSize, bytes, barrier);
   }
 }
-// What has come of it: values that are not there are anything.
-DEVICE void end_state(const Lane& lane, u32 number, Shared& shared, State& s) {
-  const u32 place = number % kAhead;
-  const int warp = int(threadIdx.x / 32);
-  const char* const from = shared.states[place][warp];
+// What has come of it: values that are not there are anything. `parities`: of the places' mbarriers.
+DEVICE void end_state(const Lane& lane, int place, Shared& shared, u32& parities, State& s) {
+  const int warp = warp_of(lane);
   if constexpr (kKeysFirst) {
     if (kSharers > 1) __syncwarp();  // the other lane's copies are there too
     const int group = lane_id() / kKeyLanes;
-    const char* const runs = from + piece_at(0, 0, group / kSharers, lane.key) + group % kSharers * kRunBytes;
+    const char* const runs = shared.states[place][warp] + piece_at(0, 0, group / kSharers, lane.key) + group % kSharers * kRunBytes;
 #pragma unroll
     for (int i = 0; i < kQuads; ++i)
 #pragma unroll
@@ -107,22 +107,23 @@ DEVICE void end_state(const Lane& lane, u32 number, Shared& shared, State& s) {
         for (int j = 0; j < kValues; ++j) s.of[j][i][c] = x[j];
       }
   } else {
-    // Of each place a phase is a unit; the first one of place 0 is that of the second unit there.
-    mbarrier_wait(shared_address(&shared.loaded[place][warp]), (number / kAhead + (place == 0 ? 1 : 0)) & 1);
-    const Lane here = place_here(lane);
-    Places<true>::load(from, here.value - warp * kWarpValues, here.key, s);
+    mbarrier_wait(shared_address(&shared.loaded[place][warp]), parities >> place & 1);
+    parities ^= 1u << place;
+    Places<true>::load(shared.states[place][warp], here(lane.value) - warp * kWarpValues, here(lane.key), s);
   }
 }
 
-// The state of a block's unit of that number: the first one comes from memory at once, others from shared memory.
-DEVICE void take_state(const RecurrentParams& p, const Unit& unit, const Lane& lane, u32 number, Shared& shared, State& s) {
+// The state of a unit: that of a block's first one comes from memory at once, those of others from shared memory.
+DEVICE void take_state(const RecurrentParams& p, const Unit& unit, const Lane& lane, bool is_first, int place, Shared& shared,
+                       u32& parities, State& s) {
   if constexpr (kKeysFirst) copy_async_wait<kAhead - 1>();
-  if (!unit.has_state() || unit.first_value() + int(threadIdx.x / 32) * kWarpValues >= kDimV) {
+  const int warp = warp_of(lane);
+  if (!unit.has_state() || unit.first_value() + warp * kWarpValues >= kDimV) {
     s = {};
-  } else if (number == 0) {
+  } else if (is_first) {
     Places<true>::load(unit.source(p), unit.first_value() + lane.value, lane.key, s);
   } else {
-    end_state(lane, number, shared, s);
+    end_state(lane, place, shared, parities, s);
   }
 }
 
@@ -142,29 +143,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
   TokenPart part;
   load_first(shared.units[0], part);
   const auto index_of = [&](u32 number) { return blockIdx.x + number * gridDim.x; };
+  const bool begins = kKeysFirst || lane_id() == 0;
+  if (kAhead > 1 && begins) {
 #pragma unroll
-  for (int i = 1; i < kAhead; ++i) begin_state(p, shared.units[i], lane, i, shared);
-  u32 turn = 0;
+    for (int i = 1; i < kAhead; ++i) begin_state(p, shared.units[i], lane, i, shared);
+  }
+  u32 parities = 0, turn = 0;
 #pragma unroll 1
   for (u32 number = 0; index_of(number) < units; ++number) {
     const Unit& unit = shared.units[number % kUnits];
     const Unit& next = shared.units[(number + 1) % kUnits];
     State s;
-    take_state(p, unit, lane, number, shared, s);
+    const int place = int(number % kAhead);
+    take_state(p, unit, lane, number == 0, place, shared, parities, s);
     __syncwarp();
-    const u32 last = number + kUnits - 1;
-    if (kKeysFirst && leads) begin_unit(p, index_of(last), units, shared);  // in front of copies that may take longer
-    begin_state(p, shared.units[(number + kAhead) % kUnits], lane, int(number % kAhead), shared);
+    if (kKeysFirst && leads) begin_unit(p, index_of(number + kUnits - 1), units, shared);  // in front of copies that may take longer
+    if (begins) begin_state(p, shared.units[(number + kAhead) % kUnits], lane, place, shared);
     if (number == 0 && unit.is_there()) put_part(p, part, shared.tokens[0]);
     __syncthreads();  // the unit's token is there, and one unit more
+    const u32 last = number + kUnits - 1;
     if (!kKeysFirst && leads) begin_unit(p, index_of(last), units, shared);
     if (!unit.is_there()) {
       load_first(next, part);
       if (next.is_there()) put_part(p, part, shared.tokens[turn]);
     }
+    const int first = unit.first_value() + lane.value;
     const auto store = [&](int row) {
-      const Lane here = place_here(lane);
-      Places<true>::store(unit.state(p, row), unit.first_value() + here.value, here.key, s);
+      const int value = kFinishes ? unit.first_value() + here(lane.value) : first;
+      Places<true>::store(unit.state(p, row), value, here(lane.key), s);
     };
     if (unit.is_there() && unit.item.end - unit.item.begin == unit.item.drafts) store(0);
 #pragma unroll 1
