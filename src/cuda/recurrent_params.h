@@ -78,7 +78,7 @@ constexpr int recurrent_warps(int dim_k, int dim_v) {
 // recurrent_stream.cu: blocks of a multiprocessor, states that are on their way to one, two where there is room for them, units that it
 // knows, and bytes of shared memory. A token there has q and k, decays of channels or of all, values and four numbers more, and z, weights
 // and outputs where the kernel finishes these; there are two of them, two requests of 16 bytes, units of 40, and mbarriers. States with
-// values innermost have the key channels of all lanes.
+// values innermost have 16 bytes more for each four key channels.
 constexpr int recurrent_stream_blocks(int dim_k, int dim_v) { return 16 / recurrent_warps(dim_k, dim_v); }
 constexpr int recurrent_stream_rows(int dim_k, int dim_v) { return recurrent_warps(dim_k, dim_v) * recurrent_warp_values(dim_k); }
 constexpr int recurrent_stream_ahead(int dim_k, int dim_v, int state_size) {
@@ -89,7 +89,9 @@ constexpr int recurrent_lane_keys(int dim_k) { return 4 * recurrent_key_lanes(di
 constexpr int recurrent_stream_bytes(int dim_k, int dim_v, int state_size, bool channels, bool keys_first, bool finishes) {
   const int rows = recurrent_stream_rows(dim_k, dim_v), ahead = recurrent_stream_ahead(dim_k, dim_v, state_size);
   const int keys = recurrent_lane_keys(dim_k), token = 4 * (2 * keys + (channels ? keys : 4) + (finishes ? 3 : 1) * rows + 4);
-  const int state = rows * (keys_first ? keys : dim_k) * state_size + recurrent_warps(dim_k, dim_v) * 8;
+  const int fours = (dim_k + 3) / 4, values = dim_v < rows ? dim_v : rows;
+  const int numbers = keys_first ? fours * (4 * values * state_size + 16) : rows * dim_k * state_size;
+  const int state = numbers + recurrent_warps(dim_k, dim_v) * 8;
   return (2 * token + ahead * state + 2 * 16 + recurrent_stream_units(ahead) * 40 + 15) / 16 * 16;
 }
 
