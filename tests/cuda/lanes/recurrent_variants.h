@@ -55,10 +55,11 @@ inline std::vector<RecurrentVariant> recurrent_variants() {
   odd.gate = RecurrentGate::fixed, odd.dtype = DType::f32;
   RecurrentSpec tall{.num_k_heads = 1, .num_v_heads = 2, .head_dim_k = 136, .head_dim_v = 10, .channel_gate = true};
   tall.gate = RecurrentGate::sigmoid, tall.gate_min = -5, tall.dtype = tall.state_dtype = DType::f16, tall.layout = StateLayout::k_first;
-  RecurrentSpec rows = gdn, ragged = gdn;  // with values innermost, many of which stream: floats one state ahead, and 16 bits two
+  // With values innermost, many of which stream: floats one state ahead, and 16 bits two, of heads that two blocks share.
+  RecurrentSpec rows = gdn, ragged = gdn;
   rows.layout = ragged.layout = StateLayout::k_first;
   rows.head_dim_k = 128, rows.dtype = DType::f32;
-  ragged.head_dim_k = ragged.head_dim_v = 72, ragged.state_dtype = DType::f16;
+  ragged.head_dim_k = 72, ragged.head_dim_v = 136, ragged.state_dtype = DType::f16;
   RecurrentSpec mamba1{.num_k_heads = 1, .num_v_heads = 24, .head_dim_k = 16, .head_dim_v = 1, .channel_rates = true};
   mamba1.scaled_values = mamba1.skip = true, mamba1.scale = 1;
   RecurrentSpec tree = gdn, tree_rounded = kda, mamba1_tree = mamba1;
