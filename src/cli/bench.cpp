@@ -194,6 +194,10 @@ void add_bench(CLI::App& app, Action& action) {
         ->check(CLI::IsMember(serve::recurrent_layer_names()))
         ->capture_default_str();
     add_dtype_option(*sub, "--state-dtype", o->state_dtype, "recurrent: f32, bf16, f16");
+    sub->add_option("--state-layout", o->state_layout, "recurrent: k_first, v_first")
+        ->check(CLI::IsMember({to_string(StateLayout::k_first), to_string(StateLayout::v_first)}))
+        ->capture_default_str();
+    sub->add_flag("--with-outputs", o->with_outputs, "recurrent: with the layer's norm and gate of outputs, where a norm is over a head");
   });
   const auto of_mla = added_options(*sub, [&] {
     MlaSpec& mla = o->mla;

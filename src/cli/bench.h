@@ -23,6 +23,8 @@ struct BenchArguments {
   MlaSpec mla{.num_heads = 128};  // the dimensions; the rest is in `spec`
   std::string recurrent_layer = "qwen3-next";
   DType state_dtype = DType::f32;
+  std::string state_layout = to_string(StateLayout::v_first);
+  bool with_outputs = false;
   bool heads_given = false;
   serve::BenchOptions bench;
   std::vector<std::string> batches;

@@ -8,8 +8,9 @@
 namespace imbrex::cli {
 
 int run_recurrent_bench(const BenchArguments& o, const DeviceInfo& device, const ParallelFor& threads) {
-  RecurrentSpec spec = serve::recurrent_layer_of(o.recurrent_layer);
+  RecurrentSpec spec = serve::recurrent_layer_of(o.recurrent_layer, o.with_outputs);
   spec.state_dtype = o.state_dtype;
+  spec.layout = o.state_layout == to_string(StateLayout::k_first) ? StateLayout::k_first : StateLayout::v_first;
   spec.validate();
   const bool gpu = device.device.type == DeviceType::cuda;
   const double unit = gpu ? 1e12 : 1e9;

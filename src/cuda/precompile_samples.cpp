@@ -189,6 +189,14 @@ std::vector<RecurrentSpec> covering_recurrent_specs() {
     spec.out_gate = OutputGate::silu, spec.out_norm = heads == 1 ? OutputNorm::before_gate : OutputNorm::after_gate;
   }
   add(16, 1, DType::f16, DType::f32, StateLayout::v_first).out_gate = OutputGate::sigmoid;
+  // Outputs that are finished where they are computed, of kernels with few registers left.
+  for (const StateLayout layout : {StateLayout::v_first, StateLayout::k_first})
+    for (const bool channels : {false, true}) {
+      RecurrentSpec& spec = delta(add(128, 128, DType::bf16, DType::f32, layout));
+      spec.channel_gate = channels, spec.out_norm = OutputNorm::before_gate;
+      spec.out_gate = channels ? OutputGate::sigmoid : OutputGate::silu;
+    }
+  add(128, 64, DType::bf16, DType::bf16, StateLayout::v_first).out_gate = OutputGate::silu;
   return specs;
 }
 

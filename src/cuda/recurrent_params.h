@@ -33,6 +33,11 @@ struct RecurrentParams {
   bool gate_is_f32, beta_is_f32;  // else of kType
   bool delta, sigmoid_beta, scaled_values, qk_norm, channel_rates;
   bool lists_are_there;  // requests and counts were there before the kernel in front began
+  // Of outputs that a kernel finishes itself: as in RecurrentOutputParams, rows being heads.
+  const char *z, *norm_weight;
+  long z_token_stride, z_head_stride, weight_head_stride;
+  float norm_eps;
+  bool weight_is_f32;
 };
 
 enum OutputGateKind : int { kNoOutputGate, kSiluOutputs, kSigmoidOutputs };  // OutputGate, in its order
@@ -49,8 +54,15 @@ struct RecurrentOutputParams {
   int groups, group_numbers, token_numbers, row_numbers;  // groups of a token
   float inverse_numbers, eps;                             // 1 / group_numbers
   bool weight_is_f32;                                     // else of kType
+  int least_chunked;  // where other tokens than those in chunks are finished: RecurrentParams::least_chunked; else 0
 };
 constexpr int kRecurrentOutputThreads = 256;
+// Lanes that share a group, as few as can have an eight each, of a warp at most.
+constexpr int recurrent_output_lanes(int numbers) {
+  int lanes = 1;
+  while (lanes < 32 && lanes * 8 < numbers) lanes *= 2;
+  return lanes;
+}
 
 // How recurrent.cu shares a state out: lanes that share a value, quads of key channels of a lane, and values of a lane.
 constexpr int kRecurrentLaneValues = 4;
@@ -64,18 +76,22 @@ constexpr int recurrent_warps(int dim_k, int dim_v) {
 }
 
 // recurrent_stream.cu: blocks of a multiprocessor, states that are on their way to one, two where there is room for them, units that it
-// knows, and bytes of shared memory. A token there has q and k, decays of channels or of all, values and four numbers more; there are two
-// of them, two requests of 16 bytes, units of 40, and mbarriers.
+// knows, and bytes of shared memory. A token there has q and k, decays of channels or of all, values and four numbers more, and z, weights
+// and outputs where the kernel finishes these; there are two of them, two requests of 16 bytes, units of 40, and mbarriers. States with
+// values innermost have 16 bytes more for each four key channels.
 constexpr int recurrent_stream_blocks(int dim_k, int dim_v) { return 16 / recurrent_warps(dim_k, dim_v); }
 constexpr int recurrent_stream_rows(int dim_k, int dim_v) { return recurrent_warps(dim_k, dim_v) * recurrent_warp_values(dim_k); }
 constexpr int recurrent_stream_ahead(int dim_k, int dim_v, int state_size) {
   return recurrent_stream_blocks(dim_k, dim_v) * recurrent_stream_rows(dim_k, dim_v) * dim_k * state_size > (64 << 10) ? 1 : 2;
 }
 constexpr int recurrent_stream_units(int ahead) { return ahead + 3; }
-constexpr int recurrent_stream_bytes(int dim_k, int dim_v, int state_size, bool channels) {
+constexpr int recurrent_lane_keys(int dim_k) { return 4 * recurrent_key_lanes(dim_k) * recurrent_quads(dim_k); }  // of all lanes
+constexpr int recurrent_stream_bytes(int dim_k, int dim_v, int state_size, bool channels, bool keys_first, bool finishes) {
   const int rows = recurrent_stream_rows(dim_k, dim_v), ahead = recurrent_stream_ahead(dim_k, dim_v, state_size);
-  const int keys = 4 * recurrent_key_lanes(dim_k) * recurrent_quads(dim_k), token = 4 * (2 * keys + (channels ? keys : 4) + rows + 4);
-  const int state = rows * dim_k * state_size + recurrent_warps(dim_k, dim_v) * 8;
+  const int keys = recurrent_lane_keys(dim_k), token = 4 * (2 * keys + (channels ? keys : 4) + (finishes ? 3 : 1) * rows + 4);
+  const int fours = (dim_k + 3) / 4, values = dim_v < rows ? dim_v : rows;
+  const int numbers = keys_first ? fours * (4 * values * state_size + 16) : rows * dim_k * state_size;
+  const int state = numbers + recurrent_warps(dim_k, dim_v) * 8;
   return (2 * token + ahead * state + 2 * 16 + recurrent_stream_units(ahead) * 40 + 15) / 16 * 16;
 }
 
@@ -116,9 +132,9 @@ constexpr int recurrent_channel_weights_smem(int dim_k, int sm) {
 constexpr int kRecurrentTileValues = 64, kRecurrentChunkStages = 2;
 // The first tokens of a request, which come in chunks: whole chunks, and what is left behind them if it is long enough. How a prompt is cut
 // into steps of whole chunks changes none of it.
-constexpr int chunked_tokens(const RecurrentParams& p, int tokens, int drafts) {
+constexpr int chunked_tokens(int least_chunked, int tokens, int drafts) {
   const int rest = tokens % kRecurrentChunk;
-  return p.least_chunked == 0 || drafts > 0 ? 0 : rest < p.least_chunked ? tokens - rest : tokens;
+  return least_chunked == 0 || drafts > 0 ? 0 : rest < least_chunked ? tokens - rest : tokens;
 }
 
 // Where heads are few, chunks of a long request come in segments, which are computed beside each other: chunks of each segment but the last

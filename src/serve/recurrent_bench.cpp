@@ -23,10 +23,11 @@ constexpr RecurrentLayerName kRecurrentLayerNames[] = {
     {"falcon-mamba-7b", "falcon-mamba-7b"},
 };
 
-// Without what is in front of it and behind it.
-RecurrentSpec recurrence_of(const RecurrentSpec& spec) {
+// Without what is in front of it and, unless `outputs`, behind it.
+RecurrentSpec recurrence_of(const RecurrentSpec& spec, bool outputs) {
   const RecurrentSpec usual;
   RecurrentSpec part = without_conv(spec);
+  if (outputs) return part;
   part.out_gate = usual.out_gate, part.out_norm = usual.out_norm, part.norm_groups = usual.norm_groups, part.norm_eps = usual.norm_eps;
   return part;
 }
@@ -48,12 +49,13 @@ class RecurrentProblem {
     fill_states(options.seed);
     const StateParts whole = steps_of(host_.requests, 0).front();
     lists_ = std::make_unique<StateLists>(host_.requests, whole, StateSlots{.read = slots_, .written = slots_}, Poison::zero);
-    for (const HostTensor* t : {&host_.rates, &host_.gate_bias, &host_.skip}) parameters_.push_back(copy_of(*t));
+    for (const HostTensor* t : {&host_.rates, &host_.gate_bias, &host_.skip, &host_.norm_weight}) parameters_.push_back(copy_of(*t));
     for (int copy = 0; copy < std::max(options.copies, 1); ++copy) {
       copies_.push_back({copy_of(host_.q), copy_of(host_.k), copy_of(host_.v), copy_of(host_.gate), copy_of(host_.beta),
-                         copy_of(host_.state), stream.tensor(spec.dtype, {num_tokens(host_.requests), spec.num_v_heads, spec.head_dim_v})});
+                         copy_of(host_.state), copy_of(host_.z),
+                         stream.tensor(spec.dtype, {num_tokens(host_.requests), spec.num_v_heads, spec.head_dim_v})});
     }
-    for (const HostTensor* t : {&host_.q, &host_.k, &host_.v, &host_.v, &host_.gate, &host_.beta, &host_.state})
+    for (const HostTensor* t : {&host_.q, &host_.k, &host_.v, &host_.v, &host_.gate, &host_.beta, &host_.state, &host_.z})
       copy_bytes_ += int64_t(t->bytes.size());
   }
 
@@ -75,7 +77,9 @@ class RecurrentProblem {
             .rates = parameters_[0].view,
             .gate_bias = parameters_[1].view,
             .skip = parameters_[2].view,
-            .state = state_view(c.state.view)};
+            .state = state_view(c.state.view),
+            .z = c.z.view,
+            .norm_weight = parameters_[3].view};
   }
   RecurrentOutputs outputs(int copy) const { return {.out = copies_[size_t(copy)].out.view}; }
 
@@ -85,7 +89,7 @@ class RecurrentProblem {
 
  private:
   struct Copy {
-    DeviceTensor q, k, v, gate, beta, state, out;
+    DeviceTensor q, k, v, gate, beta, state, z, out;
   };
 
   DeviceTensor copy_of(const HostTensor& t) const { return t.empty() ? DeviceTensor{} : stream_.copy_of(t.view()); }
@@ -179,9 +183,9 @@ RecurrentCaseInputs RecurrentProblem::sample() const {
   const int64_t k_head = head() / (spec_.num_v_heads / spec_.num_k_heads);
   RecurrentCaseInputs in;
   in.spec = spec_;
-  in.spec.num_k_heads = in.spec.num_v_heads = 1;
+  in.spec.num_k_heads = in.spec.num_v_heads = 1, in.spec.norm_groups = 0;
   for (const size_t r : sampled_requests()) in.requests.push_back(host_.requests[r]);
-  in.q = rows_of(host_.q, k_head), in.k = rows_of(host_.k, k_head), in.v = rows_of(host_.v, head());
+  in.q = rows_of(host_.q, k_head), in.k = rows_of(host_.k, k_head), in.v = rows_of(host_.v, head()), in.z = rows_of(host_.z, head());
   if (!host_.gate.empty()) in.gate = spec_.channel_gate ? rows_of(host_.gate, head()) : column_of(host_.gate, head());
   if (!host_.beta.empty()) in.beta = column_of(host_.beta, head());
   const auto parameter = [&](const HostTensor& t) {
@@ -192,6 +196,7 @@ RecurrentCaseInputs RecurrentProblem::sample() const {
     return part;
   };
   in.rates = parameter(host_.rates), in.gate_bias = parameter(host_.gate_bias), in.skip = parameter(host_.skip);
+  in.norm_weight = parameter(host_.norm_weight);
   in.state = states_of(host_.state);
   return in;
 }
@@ -216,11 +221,11 @@ const std::vector<std::string>& recurrent_layer_names() {
   return names;
 }
 
-RecurrentSpec recurrent_layer_of(std::string_view name) {
+RecurrentSpec recurrent_layer_of(std::string_view name, bool outputs) {
   for (const RecurrentLayerName& known : kRecurrentLayerNames) {
     if (known.name != name) continue;
     for (const ModelLayer& layer : load_model(known.preset).layers)
-      if (const auto* const spec = std::get_if<RecurrentSpec>(&layer.spec)) return recurrence_of(*spec);
+      if (const auto* const spec = std::get_if<RecurrentSpec>(&layer.spec)) return recurrence_of(*spec, outputs);
   }
   fail("bench.layer", "expected a recurrent layer of a model that is known here, got {}", name);
 }
@@ -245,6 +250,8 @@ RecurrentWork work_of(const RecurrentSpec& spec, const std::vector<BenchRequest>
 RecurrentBenchResult bench(const BackendOf<RecurrentFamily>& backend, const RecurrentSpec& spec, const DeviceInfo& device,
                            const std::vector<BenchRequest>& requests, const RecurrentBenchOptions& options) {
   check(spec.num_drafts == 0, "bench.recurrent.drafts", "expected a layer without drafts, got {}", spec.num_drafts);
+  check(spec.out_norm == OutputNorm::none || spec.norm_heads() == 1, "bench.recurrent.outputs",
+        "expected a norm of outputs over a head, got one over {} heads", spec.norm_heads());
   RecurrentBenchResult result{work_of(spec, requests)};
   const auto stream = open_stream(device, options.threads);
   const RecurrentProblem problem(spec, requests, options, *stream);

@@ -10,10 +10,11 @@
 
 namespace imbrex::serve {
 
-// The recurrences of published models' layers, of all heads and without convolution, norm and gate: "qwen3-next", "qwen3.5-397b",
-// "kimi-linear", "minimax-01", "nemotron-3-nano", "granite-4-h-small", "falcon-mamba-7b". Error bench.layer for other names.
+// The recurrences of published models' layers, of all heads and without convolution, and without norm and gate unless `outputs`:
+// "qwen3-next", "qwen3.5-397b", "kimi-linear", "minimax-01", "nemotron-3-nano", "granite-4-h-small", "falcon-mamba-7b". Error bench.layer
+// for other names.
 const std::vector<std::string>& recurrent_layer_names();
-RecurrentSpec recurrent_layer_of(std::string_view name);
+RecurrentSpec recurrent_layer_of(std::string_view name, bool outputs = false);
 
 // The useful work of a batch, which does not depend on the backend.
 struct RecurrentWork {
@@ -40,8 +41,8 @@ struct RecurrentBenchResult : RecurrentWork, Timing {
   std::string plan;          // RecurrentPlan::str()
 };
 
-// Requests that have more tokens in all than in the step have a past. Error bench.check when a result is wrong (nothing is timed then),
-// otherwise what validation, planning and memory throw.
+// Requests that have more tokens in all than in the step have a past. Errors bench.check when a result is wrong (nothing is timed then),
+// bench.recurrent.outputs for a norm over more than a head, which is what is checked, otherwise what validation, planning and memory throw.
 RecurrentBenchResult bench(const BackendOf<RecurrentFamily>&, const RecurrentSpec&, const DeviceInfo&, const std::vector<BenchRequest>&,
                            const RecurrentBenchOptions&);
 

@@ -99,6 +99,7 @@ TEST_F(Cli, BadInputHasACodeAndGoesToStderr) {
       {"bench q1 --family recurrent --dim 64", 2, "[cli.family]"},
       {"bench q1 --family recurrent --layer llama", 2, "[usage]"},
       {"bench q1 --family recurrent --state-dtype fp8_e4m3", 2, "[recurrent.state_dtype]"},
+      {"bench q1 --family recurrent --layer minimax-01 --with-outputs", 2, "[bench.recurrent.outputs]"},
       {"bench q1 --zoo", 2, "[cli.zoo]"},
       {"bench --zoo --no-ceilings", 2, "[cli.zoo]"},
       {"bench --zoo --only no_such_cell", 2, "[cli.only]"},
@@ -327,7 +328,7 @@ TEST_F(Cli, BenchOfRecurrentLayersChecksAndTimesEveryBackend) {
     EXPECT_EQ(row["token_bytes"].get<double>(), 5 * (2 * 16 * 128 * 2 + 2 * 32 * 128 * 2 + 2 * 32 * 4.0));
     EXPECT_EQ(row["flops"].get<double>(), 5 * 32 * 128 * 128 * 7.0);
   }
-  for (const char* layer : {"kimi-linear", "minimax-01", "nemotron-3-nano", "falcon-mamba-7b"}) {
+  for (const char* layer : {"kimi-linear --state-layout k_first --with-outputs", "minimax-01", "nemotron-3-nano", "falcon-mamba-7b"}) {
     const Ran table = run(std::string("bench q2 q1s9 --family recurrent --no-ceilings --min-time 0 --max-time 0.01 --layer ") + layer);
     EXPECT_EQ(table.code, 0) << table.err;
     EXPECT_TRUE(contains(table.out, "state GB/s")) << table.out;

@@ -138,7 +138,8 @@ TEST_F(DeviceRecurrent, ManyStatesStream) {
     for (const auto& [dim_k, dim_v] : {std::pair{128, 128}, {128, 64}, {64, 64}, {256, 256}, {72, 160}, {128, 80}})
       for (const DType state_dtype : {DType::f32, DType::f16}) {
         RecurrentSpec spec = layer(name, int(seed % 2) * 3);
-        spec.head_dim_k = dim_k, spec.head_dim_v = dim_v, spec.state_dtype = state_dtype, spec.layout = StateLayout::v_first;
+        spec.head_dim_k = dim_k, spec.head_dim_v = dim_v, spec.state_dtype = state_dtype, spec.layout = StateLayout(seed / 2 % 2);
+        if (seed % 3 != 0) spec.out_gate = OutputGate::silu, spec.out_norm = OutputNorm(seed % 3);  // before or behind the gate
         RecurrentCase c{.name = name, .spec = spec, .requests = {{1, 9}, {0, 0}, {12}, {1}, {0, 25}, {9, 1}, {79}, {1, 3}, {17, 2}}};
         if (spec.num_drafts > 0) c.requests.insert(c.requests.end(), {{4, 14, 3, 2}, {3, 0, 3, 0}, {2, 7, 1, 3}});
         for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
@@ -155,13 +156,41 @@ TEST_F(DeviceRecurrent, ManyStatesStream) {
         EXPECT_TRUE(same_bits(streamed, expected)) << spec.str();
         EXPECT_TRUE(same_bits(replayed, expected)) << spec.str() << ", in a graph";
       }
-  RecurrentSpec spec = layer("gdn", 0);
-  spec.num_k_heads = 16, spec.num_v_heads = 32, spec.layout = StateLayout::v_first;
-  RecurrentCase c{.name = "gdn", .spec = spec, .requests = StateCaseRequests(40, {1, 9})};
-  for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
-  const RecurrentCaseInputs in = make_inputs(c);
-  const RecurrentJudgement judgement = judge(expect(in, 0, false), in, run_case(*device_mirror(backend), device, in, {}));
-  EXPECT_TRUE(judgement.pass()) << judgement.failure;
+  for (const StateLayout layout : {StateLayout::v_first, StateLayout::k_first}) {
+    RecurrentSpec spec = layer("gdn", 0);
+    spec.num_k_heads = 16, spec.num_v_heads = 32, spec.layout = layout;
+    RecurrentCase c{.name = "gdn", .spec = spec, .requests = StateCaseRequests(40, {1, 9})};
+    for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
+    const RecurrentCaseInputs in = make_inputs(c);
+    const RecurrentJudgement judgement = judge(expect(in, 0, false), in, run_case(*device_mirror(backend), device, in, {}));
+    EXPECT_TRUE(judgement.pass()) << judgement.failure;
+  }
+}
+
+// Outputs that are gated and normed where they are computed have the bits of the kernel behind, in all kinds of steps.
+TEST_F(DeviceRecurrent, FinishedOutputsAreThoseOfTheKernelBehind) {
+  unsigned seed = 1300;
+  for (const char* name : {"gdn", "kda", "mamba2"})
+    for (const auto& [dim_k, dim_v] : {std::pair{128, 128}, {128, 64}, {64, 72}, {16, 8}, {256, 64}})
+      for (const OutputNorm norm : {OutputNorm::none, OutputNorm::before_gate, OutputNorm::after_gate})
+        for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+          RecurrentSpec spec = layer(name, int(seed % 2) * 3);
+          spec.head_dim_k = dim_k, spec.head_dim_v = dim_v, spec.dtype = dtype, spec.layout = StateLayout(seed / 2 % 2);
+          spec.out_norm = norm, spec.out_gate = seed % 4 != 0 ? OutputGate(1 + seed % 2) : OutputGate::none;
+          if (norm != OutputNorm::before_gate && spec.out_gate == OutputGate::none) spec.out_gate = OutputGate::silu;
+          RecurrentCase c{.name = name, .spec = spec, .requests = {{1, 9}, {0, 0}, {12}, {1}, {9, 1}, {79}, {1, 3}, {17, 2}}};
+          if (spec.num_drafts > 0) c.requests.insert(c.requests.end(), {{4, 14, 3, 2}, {3, 0, 3, 0}, {2, 7, 1, 3}});
+          for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
+          c.seed = seed++, c.shared_weight = seed % 2 == 0, c.float_gates = seed % 3 != 0;
+          const RecurrentCaseInputs in = make_inputs(c);
+          const auto mirror = device_mirror(backend);
+          const RecurrentRunResult finished = run_case(*mirror, device, in, default_options(c));
+          may_finish_outputs = false;
+          const RecurrentRunResult apart = run_case(*mirror, device, in, default_options(c));
+          may_finish_outputs = true;
+          EXPECT_TRUE(finished.violations.empty()) << finished.violations.front();
+          EXPECT_TRUE(same_bits(finished, apart)) << spec.str();
+        }
 }
 
 TEST_F(DeviceRecurrent, TreesOfDrafts) {

@@ -43,7 +43,17 @@ int most_segments(const DeviceInfo& device, int units) {
   return most < kLeastSegments ? 1 : most;
 }
 
-std::vector<gpu::Constant> token_constants(const RecurrentSpec& spec) {
+// Whether kernels that compute token by token finish outputs.
+bool finishes_outputs(std::string_view arch, const RecurrentSpec& spec) {
+  constexpr int kEight = 8;
+  if (!may_finish_outputs || arch_number(arch) < 900 || !spec.has_output_stage() || spec.head_dim_v % kEight != 0) return false;
+  if (recurrent_key_lanes(spec.head_dim_k) < kRecurrentLaneValues) return false;
+  const int values = recurrent_warps(spec.head_dim_k, spec.head_dim_v) * recurrent_warp_values(spec.head_dim_k);
+  return spec.out_norm == OutputNorm::none || (spec.norm_heads() == 1 && spec.head_dim_v <= values);
+}
+
+std::vector<gpu::Constant> token_constants(std::string_view arch, const RecurrentSpec& spec) {
+  const bool finishes = finishes_outputs(arch, spec);
   return {{"kType", int(spec.dtype)},
           {"kStateType", int(spec.state_dtype)},
           {"kDimK", spec.head_dim_k},
@@ -51,7 +61,9 @@ std::vector<gpu::Constant> token_constants(const RecurrentSpec& spec) {
           {"kKeysFirst", spec.layout == StateLayout::k_first},
           {"kChannelGate", spec.channel_gate},
           {"kChannelRates", spec.channel_rates},
-          {"kTree", spec.tree_drafts}};
+          {"kTree", spec.tree_drafts},
+          {"kOutGate", finishes ? int(spec.out_gate) : int(OutputGate::none)},
+          {"kOutNorm", finishes ? int(spec.out_norm) : int(OutputNorm::none)}};
 }
 
 std::vector<gpu::Constant> narrow_constants(const RecurrentSpec& spec, int heads_of_lane) {
@@ -80,12 +92,13 @@ RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec& spe
             .units = parts_of(spec.num_v_heads, heads)};
   }
   const int warps = recurrent_warps(dim_k, dim_v), values = warps * recurrent_warp_values(dim_k);
-  return {.key = {"recurrent.cu", std::string(arch), token_constants(spec)},
+  return {.key = {"recurrent.cu", std::string(arch), token_constants(arch, spec)},
           .aligned = "recurrent_aligned",
           .unaligned = "recurrent_unaligned",
           .threads = 32 * warps,
           .tile = std::min(values, dim_v),
-          .units = spec.num_v_heads * parts_of(dim_v, values)};
+          .units = spec.num_v_heads * parts_of(dim_v, values),
+          .finishes = finishes_outputs(arch, spec)};
 }
 
 std::optional<NarrowPromptKernel> narrow_prompt_kernel(std::string_view arch, const RecurrentSpec& spec) {
@@ -102,13 +115,15 @@ std::optional<StreamKernel> stream_kernel(std::string_view arch, const Recurrent
   const int dim_k = spec.head_dim_k, dim_v = spec.head_dim_v, state_size = int(size_of(spec.state_dtype));
   const bool channels = spec.channel_gate || spec.channel_rates;
   const int sm = arch_number(arch) / 10;
-  if (sm < 90 || is_narrow(spec) || spec.tree_drafts || spec.layout == StateLayout::k_first) return {};
-  if (dim_k < kLeastDimK || dim_k * state_size % kAlignedBytes != 0 || recurrent_warps(dim_k, dim_v) < kLeastWarps) return {};
+  const bool keys_first = spec.layout == StateLayout::k_first;
+  if (sm < 90 || is_narrow(spec) || spec.tree_drafts || (keys_first ? dim_v : dim_k) * state_size % kAlignedBytes != 0) return {};
+  if (dim_k < kLeastDimK || recurrent_warps(dim_k, dim_v) < kLeastWarps) return {};
   if (channels && (dim_k > kMostDimKOfChannels || recurrent_warps(dim_k, dim_v) < kLeastWarpsOfChannels)) return {};
+  if (channels && spec.dtype == DType::f32 && finishes_outputs(arch, spec)) return {};
   const int blocks = recurrent_stream_blocks(dim_k, dim_v);
-  const int bytes = recurrent_stream_bytes(dim_k, dim_v, state_size, channels);
+  const int bytes = recurrent_stream_bytes(dim_k, dim_v, state_size, channels, keys_first, finishes_outputs(arch, spec));
   if (blocks * bytes > smem_of(sm, device)) return {};
-  return StreamKernel{.key = {"recurrent_stream.cu", std::string(arch), token_constants(spec)}, .blocks_together = blocks};
+  return StreamKernel{.key = {"recurrent_stream.cu", std::string(arch), token_constants(arch, spec)}, .blocks_together = blocks};
 }
 
 std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const RecurrentSpec& spec, const DeviceInfo& device) {
@@ -180,8 +195,7 @@ std::optional<OutputKernel> output_kernel(std::string_view arch, const Recurrent
   kernel.group_numbers = normed ? spec.norm_heads() * spec.head_dim_v : int(std::min<int64_t>(numbers, kGateNumbers));
   kernel.groups = parts_of(numbers, kernel.group_numbers);
   // As few lanes as can keep a group; those of a warp first keep up to kMostKept eights each.
-  int lanes = 1;
-  while (lanes < kWarp && lanes * kEight < kernel.group_numbers) lanes *= 2;
+  int lanes = recurrent_output_lanes(kernel.group_numbers);
   while (lanes >= kWarp && lanes < kRecurrentOutputThreads && lanes * kEight * kMostKept < kernel.group_numbers) lanes *= 2;
   const int64_t kept = parts_of(kernel.group_numbers, lanes * kEight);
   kernel.groups_together = kRecurrentOutputThreads / lanes;
@@ -257,16 +271,15 @@ bool have_aligned_outputs(const RecurrentSpec& spec, const RecurrentInputs& in, 
 
 RecurrentOutputParams output_params(const RecurrentSpec& spec, const OutputKernel& kernel, const RecurrentInputs& in,
                                     const RecurrentOutputs& out, const RecurrentParams& p) {
-  const auto stride = [](const TensorView& t, int dim) { return t.rank > dim ? byte_stride(t, dim) : 0; };
   const int numbers = spec.num_v_heads * spec.head_dim_v;
   return {.out = p.out,
-          .z = in.z.as<const char>(),
-          .weight = in.norm_weight.as<const char>(),
+          .z = p.z,
+          .weight = p.norm_weight,
           .out_token_stride = p.out_token_stride,
           .out_row_stride = p.out_head_stride,
-          .z_token_stride = stride(in.z, 0),
-          .z_row_stride = stride(in.z, 1),
-          .weight_row_stride = in.norm_weight.rank > 1 ? stride(in.norm_weight, 0) : 0,
+          .z_token_stride = p.z_token_stride,
+          .z_row_stride = p.z_head_stride,
+          .weight_row_stride = p.weight_head_stride,
           .requests = p.requests,
           .counts = p.counts,
           .num_slots = p.num_slots,
@@ -276,8 +289,8 @@ RecurrentOutputParams output_params(const RecurrentSpec& spec, const OutputKerne
           .token_numbers = numbers,
           .row_numbers = is_one_row(spec, in, out) ? numbers : spec.head_dim_v,
           .inverse_numbers = 1 / float(kernel.group_numbers),
-          .eps = spec.norm_eps,
-          .weight_is_f32 = in.norm_weight.dtype == DType::f32};
+          .eps = p.norm_eps,
+          .weight_is_f32 = p.weight_is_f32};
 }
 
 RecurrentParams recurrent_params(const RecurrentSpec& spec, const RecurrentInputs& in, const RecurrentOutputs& out) {
@@ -316,6 +329,12 @@ RecurrentParams recurrent_params(const RecurrentSpec& spec, const RecurrentInput
   p.delta = spec.delta, p.sigmoid_beta = spec.sigmoid_beta, p.scaled_values = spec.scaled_values, p.qk_norm = spec.qk_norm;
   p.channel_rates = spec.channel_rates;
   p.most_segments = p.least_segment = 1;
+  p.z = in.z.as<const char>();
+  p.norm_weight = in.norm_weight.as<const char>();
+  p.z_token_stride = stride(in.z, 0), p.z_head_stride = stride(in.z, 1);
+  p.weight_head_stride = in.norm_weight.rank > 1 ? stride(in.norm_weight, 0) : 0;
+  p.norm_eps = spec.norm_eps;
+  p.weight_is_f32 = in.norm_weight.dtype == DType::f32;
   return p;
 }
 

@@ -21,7 +21,7 @@ DEVICE void recurrent(const RecurrentParams& p) {
     griddep_wait();
     if (!unit.is_there()) continue;
     State s{};
-    if (unit.has_state()) Places<aligned>::load(unit.source(p), unit.first_value + lane.value, lane.key, s);
+    if (unit.has_state()) Places<aligned>::load(unit.source(p), unit.first_value() + lane.value, lane.key, s);
     run_tokens<aligned>(p, unit, lane, reinterpret_cast<Token*>(memory), s);
   }
   griddep_wait();  // also where there is nothing to do: the kernel behind this one may rely on the one in front of it

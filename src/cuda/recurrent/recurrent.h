@@ -20,7 +20,9 @@ struct RecurrentKernel {
   int threads = 0;                  // of a block
   int tile = 0;                     // values of a head that a block has at most; of narrow heads, heads
   int units = 0;                    // thread blocks that a request needs
+  bool finishes = false;            // `aligned` gates and norms outputs too, where have_aligned_outputs(); and so does StreamKernel
 };
+// It finishes outputs from Hopper on, where a norm is over a head, all values of which a thread block has; not those of narrow heads.
 RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec&);
 
 // The kernel of prompts of heads with values of one dimension (Mamba1).
@@ -36,13 +38,16 @@ struct StreamKernel {
   KernelKey key;
   int blocks_together = 0;  // of a multiprocessor, which stay
 };
-// None before Hopper or with little shared memory, for trees of drafts, for states with values innermost or whose rows are no multiples of
-// 16 bytes, for small heads, and for decays of channels that leave too few registers.
+// None before Hopper or with little shared memory, for trees of drafts, for states whose rows are no multiples of 16 bytes, for small
+// heads, and for decays of channels that leave too few registers.
 std::optional<StreamKernel> stream_kernel(std::string_view arch, const RecurrentSpec&, const DeviceInfo&);
 
 // Of a launch, in plans that are made from then on. Tests take fewer, so that few units stream, and thread blocks of recurrent_narrow.cu
 // have several requests.
 inline int64_t most_stream_blocks = INT64_MAX;
+
+// Whether kernels that are chosen from then on may finish outputs. Tests have some that do not, for the same bits.
+inline bool may_finish_outputs = true;
 
 // Chunks of a segment at least, in plans that are made from then on. Tests take fewer: the host is slow at computing what a GPU computes.
 inline int least_segment = 32;

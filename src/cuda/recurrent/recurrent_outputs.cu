@@ -5,13 +5,12 @@
 // whose numbers stay in registers between the sum of squares and the result as far as they are kKept eights of a lane; larger groups are
 // read again. Loads do not wait for the search of the token's request, which says whether the token is one that is computed.
 #include "eight.cuh"
-#include "recurrent_token.cuh"
+#include "recurrent_finish.cuh"
 
 namespace imbrex::cuda {
 
 constexpr int kThreads = kRecurrentOutputThreads, kGroups = kThreads / kOutputLanes;  // groups that a thread block takes at a time
 constexpr int kSize = element_bytes(kType);
-constexpr bool kNormed = kOutNorm != kNoNorm, kGateFirst = kOutNorm != kNormBeforeGate;
 
 extern "C" __device__ const unsigned smem_bytes = kThreads / 32 * sizeof(float);
 extern __shared__ __align__(16) char memory[];
@@ -57,17 +56,14 @@ DEVICE char* output_at(const RecurrentOutputParams& p, int token, const Place& a
 template <int n>
 DEVICE void load_at(const RecurrentOutputParams& p, int token, const Place& at, Numbers<n>& to) {
   load_numbers(output_at<n>(p, token, at), false, to.x);
-  if (kOutGate != kNoOutputGate) load_numbers(p.z + token * p.z_token_stride + at.row * p.z_row_stride + at.column * kSize, false, to.z);
+  if (kGated) load_numbers(p.z + token * p.z_token_stride + at.row * p.z_row_stride + at.column * kSize, false, to.z);
   if (kNormed)
     load_numbers(p.weight + at.row * p.weight_row_stride + at.column * (p.weight_is_f32 ? 4 : kSize), p.weight_is_f32, to.weight);
 }
 template <int n>
 DEVICE void gate(Numbers<n>& of) {
 #pragma unroll
-  for (int i = 0; i < n; ++i) {
-    if (kOutGate == kSiluOutputs) of.x[i] *= of.z[i];
-    if (kOutGate != kNoOutputGate) of.x[i] *= sigmoid_of(of.z[i]);
-  }
+  for (int i = 0; i < n; ++i) of.x[i] = gated(of.x[i], of.z[i]);
 }
 template <int n>
 DEVICE float squares_of(const Numbers<n>& of) {
@@ -91,7 +87,7 @@ DEVICE void finish(const RecurrentOutputParams& p, int token, const Place& at, f
   }
 }
 
-// Whether a token is of a request that is computed.
+// Whether a token is of a request that is computed, and not one that the kernel which computed it has finished.
 DEVICE bool is_computed(const RecurrentOutputParams& p, int token) {
   const int count = p.counts->num_reqs;
   int first = min(token, count - 1), last = first;  // where each request has a token
@@ -101,7 +97,9 @@ DEVICE bool is_computed(const RecurrentOutputParams& p, int token) {
     p.requests[middle].begin <= token ? first = middle : last = middle - 1;
   }
   const StateRequest r = p.requests[first];
-  return r.slot >= 0 && r.slot < p.num_slots && r.begin <= token && p.requests[first + 1].begin <= p.num_tokens;
+  const int end = p.requests[first + 1].begin;
+  if (p.least_chunked > 0 && token - r.begin >= chunked_tokens(p.least_chunked, end - r.begin, r.drafts)) return false;
+  return r.slot >= 0 && r.slot < p.num_slots && r.begin <= token && end <= p.num_tokens;
 }
 
 // The sum of all lanes of a group.
@@ -154,7 +152,7 @@ DEVICE void finish_outputs(const RecurrentOutputParams& p) {
         squares += squares_of(held[0]);
       }
     }
-    const float factor = kNormed ? inverse_root(sum_of_group(squares) * p.inverse_numbers + p.eps) : 1.f;
+    const float factor = kNormed ? norm_factor(sum_of_group(squares), p.inverse_numbers, p.eps) : 1.f;
     if (!is_there || !is_computed(p, token)) continue;
     if constexpr (kHeld > 0) {
 #pragma unroll

@@ -1,7 +1,7 @@
 // The backend of recurrent layers for NVIDIA GPUs: its plan keeps the step's requests in device memory. A layer is one launch, of a kernel
 // that computes token by token, and where there are prompts two more in front of it for each round of their chunks; a gate and a norm of
-// outputs are one more behind it. Grids and addresses follow from the limits where a launch is captured, so that a graph replays any batch
-// within them.
+// outputs are one more behind it, unless there is nothing but tokens that the first one finishes itself. Grids and addresses follow from
+// the limits where a launch is captured, so that a graph replays any batch within them.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -152,7 +152,8 @@ int RecurrentCudaPlan::segments_of_step(const RecurrentParams& p, bool known) co
   int64_t in_chunks = 0;
   bool is_long = false;
   for (const imbrex::StateRequest& r : lists_->step().requests) {
-    const int tokens = chunked_tokens(p, r.end - r.begin, r.drafts), chunks = (tokens + kRecurrentChunk - 1) / kRecurrentChunk;
+    const int tokens = chunked_tokens(p.least_chunked, r.end - r.begin, r.drafts),
+              chunks = (tokens + kRecurrentChunk - 1) / kRecurrentChunk;
     in_chunks += tokens > 0, is_long = is_long || segment_chunks(of_plan, chunks) < chunks;
   }
   if (!is_long) return 1;
@@ -250,21 +251,23 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
   p.lists_are_there = lists_->are_there();
   const bool known = !captured && !lists_->on_device();
   const int64_t requests = known ? int64_t(step.requests.size()) : options_.limits.max_num_reqs;
-  bool has_tokens = true;  // that do not come in chunks
+  bool has_tokens = true, has_chunks = false;  // tokens that do not come in chunks, and those that do
   if (rounds_ && has_aligned_rows(in, out)) {
     p.least_chunked = kLeastChunked;
-    const auto in_chunks = [&](const imbrex::StateRequest& r) { return chunked_tokens(p, r.end - r.begin, r.drafts); };
-    const bool has_chunks = !known || std::ranges::any_of(step.requests, [&](const auto& r) { return in_chunks(r) > 0; });
+    const auto in_chunks = [&](const imbrex::StateRequest& r) { return chunked_tokens(p.least_chunked, r.end - r.begin, r.drafts); };
+    has_chunks = !known || std::ranges::any_of(step.requests, [&](const auto& r) { return in_chunks(r) > 0; });
     ChunkMaps maps;
     if (has_chunks && chunks_->maps && !encode_chunk_maps(maps, in, out)) {
-      p.least_chunked = 0;
+      p.least_chunked = 0, has_chunks = false;
     } else if (has_chunks) {
       has_tokens = !known || std::ranges::any_of(step.requests, [&](const auto& r) { return in_chunks(r) < r.end - r.begin; });
       p.most_segments = segments_of_step(p, known), p.least_segment = chunks_->least_segment;
       launch_chunks(p, maps, known ? step.num_tokens : options_.limits.max_num_tokens, requests, cu);
     }
   }
-  const bool aligned = is_narrow() ? has_aligned_quads(spec_, in, out) : are_aligned(in, out);
+  const bool aligned_outputs = have_aligned_outputs(spec_, in, out);
+  const bool aligned = is_narrow() ? has_aligned_quads(spec_, in, out) : are_aligned(in, out) && (aligned_outputs || !kernel_.finishes);
+  const bool finishes = aligned && kernel_.finishes;
   if (prompt_kernel_ && aligned) {
     p.least_chunked = kLeastNarrowPrompt;
     const auto is_prompt = [&](const imbrex::StateRequest& r) { return is_narrow_prompt(p, r.end - r.begin, r.drafts); };
@@ -272,9 +275,11 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
     has_tokens = !known || !std::ranges::all_of(step.requests, is_prompt);
   }
   if (has_tokens) launch_tokens(p, aligned, requests, known, cu);
-  if (output_kernel_)
-    launch_outputs(output_params(spec_, *output_kernel_, in, out, p), have_aligned_outputs(spec_, in, out),
-                   known ? step.num_tokens : options_.limits.max_num_tokens, cu);
+  if (output_kernel_ && (has_chunks || !finishes)) {
+    RecurrentOutputParams of_outputs = output_params(spec_, *output_kernel_, in, out, p);
+    of_outputs.least_chunked = finishes ? p.least_chunked : 0;
+    launch_outputs(of_outputs, aligned_outputs, known ? step.num_tokens : options_.limits.max_num_tokens, cu);
+  }
   if (captured) lists_->captured(in.state.size(0));
 }
 

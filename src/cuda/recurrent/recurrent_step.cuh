@@ -3,7 +3,7 @@
 // of its values, whose part of the state stays in registers from the first token to the last. A lane has kQuads x 4 key channels of kValues
 // values; kKeyLanes lanes share a value, so that sums over key channels take few shuffles. What a token brings is made once for the block:
 // warps take tokens in turn, or parts of a token that is alone, and leave q, k, decays and values in shared memory.
-#include "recurrent_token.cuh"
+#include "recurrent_finish.cuh"
 
 namespace imbrex::cuda {
 
@@ -13,15 +13,26 @@ constexpr int kWarpValues = recurrent_warp_values(kDimK);
 constexpr int kWarps = recurrent_warps(kDimK, kDimV), kThreads = 32 * kWarps, kRows = kWarps * kWarpValues;
 constexpr int kTiles = (kDimV + kRows - 1) / kRows;
 constexpr bool kOfChannels = kChannelGate || kChannelRates;
+constexpr bool kFinishes = kGated || kNormed;  // outputs of aligned tensors
 // That a multiprocessor is to hold: 16 warps have 128 registers a thread. Some compilations take more: with gates of channels, with trees,
 // and with states of bf16 whose keys are innermost, which many requests do not need (recurrent_stream.cu).
-constexpr bool kFewBlocks = kOfChannels && (kArch != 900 || kDimK > 128 || (kTree && kStateType != kF32));
+constexpr bool kFewBlocks = (kOfChannels && (kArch != 900 || kDimK > 128)) || ((kOfChannels || kFinishes) && kTree && kStateType != kF32);
 constexpr int kMostWarps = !kOfChannels && !kTree && !kKeysFirst && kStateType == kBf16 ? 12 : 16;
 constexpr int kLeastBlocks = kFewBlocks ? 1 : kTree ? 2 : kMostWarps / kWarps;
 constexpr int kTokens = 8;  // whose numbers are in shared memory at a time
 constexpr int kSize = element_bytes(kType), kStateSize = element_bytes(kStateType);
 
-struct Token {
+static_assert(!kFinishes || (kDimV % 8 == 0 && kKeyLanes >= kValues && (!kNormed || kTiles == 1)));
+
+// Numbers of values that finish a token's outputs.
+template <bool is_there>
+struct OutputNumbers {};
+template <>
+struct OutputNumbers<true> {
+  float z[kRows];
+  float outputs[kRows];  // in front of the norm
+};
+struct alignas(16) Token : OutputNumbers<kFinishes> {
   float4 q[kPadded / 4], k[kPadded / 4];
   float4 factors[kOfChannels ? kPadded / 4 : 1];  // of the state, by key channel; or of all channels
   float values[kRows];                            // as they are given
@@ -49,14 +60,19 @@ template <int n>
 DEVICE void load_k(const RecurrentParams& p, int token, int head, float (&x)[n]) {
   load_keys(p.k + token * p.k_token_stride + head / p.group * p.k_head_stride, x);
 }
-template <int n>
-DEVICE void load_values(const RecurrentParams& p, int token, int head, int first_value, float (&x)[n]) {
-  const char* const row = p.v + token * p.v_token_stride + head * p.v_head_stride;
+// `x`: an array's numbers from one on.
+DEVICE void load_values(const char* row, int first_value, float* x) {
 #pragma unroll
   for (int i = 0; i < kRowsOfLane; ++i) {
     const int value = first_value + lane_id() + 32 * i;
     x[i] = value < kDimV ? load_number<kType>(row + value * kSize) : 0.f;
   }
+}
+DEVICE void load_values(const RecurrentParams& p, int token, int head, int first_value, float* x) {
+  load_values(p.v + token * p.v_token_stride + head * p.v_head_stride, first_value, x);
+}
+DEVICE void load_z(const RecurrentParams& p, int token, int head, int first_value, float* x) {
+  if (kGated) load_values(p.z + token * p.z_token_stride + head * p.z_head_stride, first_value, x);
 }
 // Gates of channels, from one on, or the one of all channels; and what a layer has for them.
 template <int count>
@@ -89,11 +105,14 @@ DEVICE void put_keys(const RecurrentParams& p, const float (&x)[n], float factor
   for (int i = 0; i < kKeysOfLane; ++i)
     if (lane_id() + 32 * i < kPadded) reinterpret_cast<float*>(to)[lane_id() + 32 * i] = x[i] * factor;
 }
-template <int n>
-DEVICE void put_values(const float (&x)[n], Token& t) {
+DEVICE void put_values(const float* x, float (&to)[kRows]) {
 #pragma unroll
   for (int i = 0; i < kRowsOfLane; ++i)
-    if (lane_id() + 32 * i < kRows) t.values[lane_id() + 32 * i] = x[i];
+    if (lane_id() + 32 * i < kRows) to[lane_id() + 32 * i] = x[i];
+}
+template <class Numbers>
+DEVICE void put_z(const float* x, Numbers& t) {
+  if constexpr (kGated) put_values(x, t.z);
 }
 template <int count>
 DEVICE void put_gates(const RecurrentParams& p, const GateNumbers (&gates)[count], float beta, int first_channel, Token& t) {
@@ -116,9 +135,13 @@ DEVICE void make_token(const RecurrentParams& p, int token, int head, int first_
   load_q(p, token, head, q), load_k(p, token, head, k), load_gates(p, token, head, 0, x);
   load_values(p, token, head, first_value, values);
   const float beta = load_beta(p, token, head);
-  put_values(values, t), put_keys(p, q, p.scale, t.q), put_keys(p, k, 1.f, t.k);
+  put_values(values, t.values), put_keys(p, q, p.scale, t.q), put_keys(p, k, 1.f, t.k);
   GateNumbers gates[kGates];  // for which most registers are needed
   with_parameters(p, x, head, 0, gates), put_gates(p, gates, beta, 0, t);
+  if constexpr (kGated) {
+    float z[kRowsOfLane];
+    load_z(p, token, head, first_value, z), put_z(z, t);
+  }
 }
 
 // A token alone is made in parts, a warp each: gates, by channels where there are warps for it, then q, k and values.
@@ -127,10 +150,12 @@ constexpr int kGateParts = kChannelParts ? kKeysOfLane : 1, kGatesOfPart = kOfCh
 constexpr int largest(int a, int b, int c) { return a > b ? (a > c ? a : c) : b > c ? b : c; }
 constexpr int kPartOfQ = kGateParts, kPartOfK = kPartOfQ + 1, kPartOfValues = kPartOfQ + 2, kParts = kPartOfQ + 3;
 constexpr bool kInParts = kWarps >= kParts;
+// z of outputs is of a warp without another part, or of that of values, behind these.
+constexpr int kPartOfZ = kWarps > kParts ? kParts : kPartOfValues, kBeforeZ = kWarps > kParts ? 0 : kRowsOfLane;
 
 // A warp's part: keys or values, or what gates are made of and beta.
 struct TokenPart {
-  float x[largest(kKeysOfLane, kRowsOfLane, 3 * kGatesOfPart + 1)];
+  float x[largest(kKeysOfLane, kRowsOfLane + (kGated ? kBeforeZ : 0), 3 * kGatesOfPart + 1)];
 };
 DEVICE void load_part(const RecurrentParams& p, int token, int head, int first_value, TokenPart& part) {
   const int warp = warp_id();
@@ -145,6 +170,7 @@ DEVICE void load_part(const RecurrentParams& p, int token, int head, int first_v
   if (warp == kPartOfQ) load_q(p, token, head, part.x);
   if (warp == kPartOfK) load_k(p, token, head, part.x);
   if (warp == kPartOfValues) load_values(p, token, head, first_value, part.x);
+  if (kGated && warp == kPartOfZ) load_z(p, token, head, first_value, part.x + kBeforeZ);
 }
 DEVICE void put_part(const RecurrentParams& p, const TokenPart& part, Token& t) {
   const int warp = warp_id();
@@ -156,7 +182,8 @@ DEVICE void put_part(const RecurrentParams& p, const TokenPart& part, Token& t) 
   }
   if (warp == kPartOfQ) put_keys(p, part.x, p.scale, t.q);
   if (warp == kPartOfK) put_keys(p, part.x, 1.f, t.k);
-  if (warp == kPartOfValues) put_values(part.x, t);
+  if (warp == kPartOfValues) put_values(part.x, t.values);
+  if (kGated && warp == kPartOfZ) put_z(part.x + kBeforeZ, t);
 }
 
 // A lane's part of a state: values [first, first + kValues), and of each kQuads times four key channels, 4 kKeyLanes apart.
@@ -262,7 +289,9 @@ DEVICE void step_of(const RecurrentParams& p, const Token& t, int key_lane, cons
 // A part of a request that a thread block computes at a time: some values of a head.
 struct Unit {
   RecurrentItem item;
-  int head, first_value;
+  int head, first;
+  // Known where that saves registers (recurrent_stream.cu).
+  DEVICE int first_value() const { return kTiles == 1 && (kKeysFirst || kFinishes) ? 0 : first; }
   DEVICE bool is_there() const { return item.begin < item.end; }
   DEVICE bool has_state() const { return is_there() && item.first_row >= 0; }
   DEVICE char* state(const RecurrentParams& p, int row) const { return item.state + row * p.state_row_stride + head * p.state_head_stride; }
@@ -278,19 +307,58 @@ struct Lane {
 };
 DEVICE Lane lane_place() { return {warp_id() * kWarpValues + lane_id() / kKeyLanes * kValues, lane_id() % kKeyLanes}; }
 
+// Gates and norms the outputs of a token, and stores them: lanes that share values have one each. Bits are those of recurrent_outputs.cu,
+// whose lanes have eights. A norm is of all values of the block, which waits for them. `row`: that of the head.
+template <class Numbers>
+DEVICE void finish_outputs(const RecurrentParams& p, const Unit& unit, const Lane& lane, Numbers& t, float skip, const float (&y)[kValues],
+                           char* row) {
+  const int key_lane = computed_here(lane.key), own = key_lane % kValues, value = lane.value + own;
+  float x = y[0];
+#pragma unroll
+  for (int j = 1; j < kValues; ++j) x = own == j ? y[j] : x;
+  x = rounded_number<kType>(__fmaf_rn(skip, t.values[value], x));
+  if constexpr (kGated && kGateFirst) x = gated(x, t.z[value]);
+  if constexpr (kNormed) {
+    if (key_lane < kValues) t.outputs[value] = x;
+    const char* const weights = p.norm_weight + unit.head * p.weight_head_stride;
+    const float weight = value < kDimV ? load_number(weights + value * (p.weight_is_f32 ? 4 : kSize), p.weight_is_f32) : 0.f;
+    __syncthreads();
+    constexpr int kLanes = recurrent_output_lanes(kDimV);
+    const int eight = computed_here(lane_id()) % kLanes;
+    float squares = 0.f;
+    if (eight < kDimV / 8) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float4 four = reinterpret_cast<const float4*>(t.outputs)[2 * eight + i];
+        squares = __fmaf_rn(four.y, four.y, __fmaf_rn(four.x, four.x, squares));
+        squares = __fmaf_rn(four.w, four.w, __fmaf_rn(four.z, four.z, squares));
+      }
+    }
+    x *= norm_factor(sum_over<kLanes>(squares), 1.f / float(kDimV), p.norm_eps) * weight;
+  }
+  if constexpr (kGated && !kGateFirst) x = gated(x, t.z[value]);
+  const int place = unit.first_value() + value;
+  if (key_lane < kValues && place < kDimV) store_number<kType>(row + long(place) * kSize, x);
+}
+
 // A token's step and its outputs.
 template <bool aligned>
-DEVICE void run_token(const RecurrentParams& p, const Unit& unit, const Lane& lane, int token, const Token& t, State& s) {
-  const int first = unit.first_value + lane.value;
+DEVICE void run_token(const RecurrentParams& p, const Unit& unit, const Lane& lane, int token, Token& t, State& s) {
+  constexpr bool kFinishesHere = kFinishes && aligned;
+  const int first = unit.first_value() + lane.value;
   const float* const given = t.values + lane.value;
   float y[kValues];
   step_of(p, t, lane.key, given, s, y);
-  if (lane.key != 0 || first >= kDimV) return;
+  if (!kFinishesHere && (lane.key != 0 || first >= kDimV)) return;
   const float skip = p.skip != nullptr ? p.skip[unit.head] : 0.f;
+  const auto row = [&] { return p.out + token * p.out_token_stride + unit.head * p.out_head_stride; };
+  if constexpr (kFinishesHere) {
+    finish_outputs(p, unit, lane, t, skip, y, row());
+  } else {
 #pragma unroll
-  for (int j = 0; j < kValues; ++j) y[j] = __fmaf_rn(skip, given[j], y[j]);
-  char* const to = p.out + token * p.out_token_stride + unit.head * p.out_head_stride + long(first) * kSize;
-  store_run<kType, aligned && kDimV % kValues == 0>(to, min(kDimV - first, kValues), y);
+    for (int j = 0; j < kValues; ++j) y[j] = __fmaf_rn(skip, given[j], y[j]);
+    store_run<kType, aligned && kDimV % kValues == 0>(row() + long(first) * kSize, min(kDimV - first, kValues), y);
+  }
 }
 
 // All tokens of a unit, and the rows that they leave. `tokens`: kTokens places in shared memory.
@@ -298,7 +366,7 @@ template <bool aligned>
 DEVICE void run_tokens(const RecurrentParams& p, const Unit& unit, const Lane& lane, Token* tokens, State& s) {
   const RecurrentItem& item = unit.item;
   const auto store = [&](int row) {
-    Places<aligned>::store(unit.state(p, row), unit.first_value + lane.value, lane.key, s);
+    Places<aligned>::store(unit.state(p, row), unit.first_value() + lane.value, lane.key, s);
     if constexpr (kTree && kStateType != kF32) {  // drafts begin from what the rows keep
 #pragma unroll
       for (auto& of_value : s.of)
@@ -316,10 +384,10 @@ DEVICE void run_tokens(const RecurrentParams& p, const Unit& unit, const Lane& l
     __syncthreads();  // those that were here have been read
     if (kInParts && count == 1) {
       TokenPart part;
-      load_part(p, begin, unit.head, unit.first_value, part);
+      load_part(p, begin, unit.head, unit.first_value(), part);
       put_part(p, part, tokens[0]);
     } else {
-      for (int t = warp_id(); t < count; t += kWarps) make_token(p, begin + t, unit.head, unit.first_value, tokens[t]);
+      for (int t = warp_id(); t < count; t += kWarps) make_token(p, begin + t, unit.head, unit.first_value(), tokens[t]);
     }
     __syncthreads();
 #pragma unroll 1
@@ -327,7 +395,7 @@ DEVICE void run_tokens(const RecurrentParams& p, const Unit& unit, const Lane& l
       const auto row = [&] { return begin + t + 1 - (item.end - item.drafts); };
       if constexpr (kTree) {
         if (const int parent = parent_row(p, begin + t, row()); parent >= 0)
-          Places<aligned>::load(unit.state(p, parent), unit.first_value + lane.value, lane.key, s);
+          Places<aligned>::load(unit.state(p, parent), unit.first_value() + lane.value, lane.key, s);
       }
       run_token<aligned>(p, unit, lane, begin + t, tokens[t], s);
       if (row() >= 0) store(row());

@@ -182,11 +182,11 @@ DEVICE int num_requests(const RecurrentParams& p) { return p.counts->num_tokens 
 // The tokens of a request that come in chunks, and those behind them, which are computed one by one.
 DEVICE RecurrentItem chunks_of(const RecurrentParams& p, int index) {
   RecurrentItem item = item_of(p, index, false);
-  item.end = item.begin + chunked_tokens(p, item.end - item.begin, item.drafts);
+  item.end = item.begin + chunked_tokens(p.least_chunked, item.end - item.begin, item.drafts);
   return item;
 }
 DEVICE RecurrentItem behind_chunks(const RecurrentParams& p, RecurrentItem item) {
-  const int before = chunked_tokens(p, item.end - item.begin, item.drafts);
+  const int before = chunked_tokens(p.least_chunked, item.end - item.begin, item.drafts);
   if (before > 0) item.begin += before, item.first_row = 0, item.source = item.state;
   return item;
 }

@@ -2,8 +2,8 @@
 // The specialisations of recurrent.cu, recurrent_narrow.cu and recurrent_narrow_prompts.cu, and of the kernels of chunks, whose text runs
 // on the host, each with a layer that it serves: both layouts, decays of heads and of channels, types of tensors and of states, 8 and 16
 // lanes that share a value, dimensions that fill no vector, heads that share a thread block, products of a warpgroup and of a warp, shared
-// memory for two chunks and for one, and what may be behind outputs: those have the texts of a layer without it, and one more; and drafts
-// that may be a tree.
+// memory for two chunks and for one, and what may be behind outputs: those have the texts of a layer without it, and one more, or two
+// where a kernel finishes outputs; and drafts that may be a tree.
 #include <optional>
 #include <string>
 #include <vector>
@@ -17,6 +17,9 @@ struct RecurrentVariant {
   RecurrentSpec layer;
   int sm = 90;
   const char* outputs = "";  // the specialisation of recurrent_outputs.cu
+  // The specialisation of the kernels that compute token by token: one more where these finish outputs.
+  std::string tokens() const { return finishes() ? std::string(name) + "_" + outputs : name; }
+  bool finishes() const { return cuda::recurrent_kernel(arch(), layer).finishes; }
   std::string arch() const { return sm == 90 ? "sm_90a" : "sm_" + std::to_string(sm); }
   bool runs_tokens(const RecurrentSpec& spec) const { return cuda::recurrent_kernel(arch(), spec).key == key(); }
   bool runs(const RecurrentSpec& spec) const {
@@ -53,6 +56,11 @@ inline std::vector<RecurrentVariant> recurrent_variants() {
   odd.gate = RecurrentGate::fixed, odd.dtype = DType::f32;
   RecurrentSpec tall{.num_k_heads = 1, .num_v_heads = 2, .head_dim_k = 136, .head_dim_v = 10, .channel_gate = true};
   tall.gate = RecurrentGate::sigmoid, tall.gate_min = -5, tall.dtype = tall.state_dtype = DType::f16, tall.layout = StateLayout::k_first;
+  // With values innermost, many of which stream: floats one state ahead, and 16 bits two, of heads that two blocks share.
+  RecurrentSpec rows = gdn, ragged = gdn;
+  rows.layout = ragged.layout = StateLayout::k_first;
+  rows.head_dim_k = 128, rows.dtype = DType::f32;
+  ragged.head_dim_k = 72, ragged.head_dim_v = 136, ragged.state_dtype = DType::f16;
   RecurrentSpec mamba1{.num_k_heads = 1, .num_v_heads = 24, .head_dim_k = 16, .head_dim_v = 1, .channel_rates = true};
   mamba1.scaled_values = mamba1.skip = true, mamba1.scale = 1;
   RecurrentSpec tree = gdn, tree_rounded = kda, mamba1_tree = mamba1;
@@ -67,9 +75,14 @@ inline std::vector<RecurrentVariant> recurrent_variants() {
           {"states_mamba2", mamba2},
           {"states_odd", odd},
           {"states_tall", tall},
+          {"states_rows", rows},
+          {"states_ragged", ragged},
           {"states_gdn", with_outputs(gdn, OutputGate::silu, OutputNorm::before_gate), 90, "outputs_gdn"},
           {"states_kda", with_outputs(kda, OutputGate::sigmoid, OutputNorm::before_gate, 1), 90, "outputs_kda"},
           {"states_mamba2", with_outputs(mamba2, OutputGate::silu, OutputNorm::after_gate, 1), 90, "outputs_mamba2"},
+          {"states_kda", with_outputs(kda, OutputGate::sigmoid, OutputNorm::before_gate), 90, "outputs_kda_heads"},
+          {"states_mamba2", with_outputs(mamba2, OutputGate::silu, OutputNorm::after_gate, 3), 90, "outputs_mamba2_heads"},
+          {"states_ragged", with_outputs(ragged, OutputGate::sigmoid, OutputNorm::none), 90, "outputs_gate"},
           {"states_odd", with_outputs(odd, OutputGate::none, OutputNorm::before_gate), 90, "outputs_odd"},
           {"states_mamba1", with_outputs(mamba1, OutputGate::silu, OutputNorm::none), 90, "outputs_mamba1"},
           {"states_tree", tree},

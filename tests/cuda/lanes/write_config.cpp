@@ -19,7 +19,7 @@ int main(int argc, char** argv) {
   for (const imbrex::test::Variant& v : imbrex::test::variants()) write(v.name, v.key());
   for (const imbrex::test::ShortConvVariant& v : imbrex::test::short_conv_variants()) write(v.name, v.key());
   for (const imbrex::test::RecurrentVariant& v : imbrex::test::recurrent_variants()) {
-    write(v.name, v.key());
+    write(v.tokens(), v.key());
     if (const auto prompts = v.prompt_kernel()) write(std::string("prompts_") + v.name, prompts->key);
     if (const auto outputs = v.output_kernel()) write(v.outputs, outputs->key);
     if (const auto chunks = v.chunks()) {
