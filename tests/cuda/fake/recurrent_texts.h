@@ -40,6 +40,7 @@ inline void use_recurrent_text(const imbrex::test::RecurrentVariant& variant) {
   run_texts(
       [name = std::string(variant.name), tokens = variant.tokens(), ends, outputs = std::string(variant.outputs)](const Launch& launch) {
         if (launch.entry.starts_with("recurrent_outputs")) return launch.entry + "_" + outputs;
+        if (launch.entry == "recurrent_narrow_prompts") return launch.entry + "_prompts_" + name;
         if (launch.entry.ends_with("_weights")) return launch.entry + "_weights_" + name;
         if (launch.entry == "recurrent_chunks") return launch.entry + (launch.module == ends ? "_ends_" : "_chunks_") + name;
         if (launch.entry == "recurrent_segments") return launch.entry + "_segments_" + name;
