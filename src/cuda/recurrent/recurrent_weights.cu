@@ -11,7 +11,7 @@
 namespace imbrex::cuda {
 
 constexpr int kThreads = kRecurrentWeightsThreads, kWarps = kThreads / 32;
-constexpr int kBlocksTogether = kArch < 900 ? 3 : 5;  // that a multiprocessor has memory for
+constexpr int kBlocksTogether = kArch == 900 ? 5 : 3;  // that a multiprocessor has memory, and registers, for
 static_assert(kWarps == kBlocks);
 
 // Of a value head: sums of its tokens' logarithms (to base 2), and what is multiplied to values.
