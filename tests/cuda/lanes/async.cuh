@@ -152,7 +152,7 @@ inline void bulk_load_to(u32 blocks, u32 to, const void* from, u32 bytes, u32 ba
 inline u32 swizzled(u32 address, u32 row_bytes) { return address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4; }
 
 // A box of a tensor and of shared memory, of which TMA copies one to the other.
-struct Box {
+struct TmaBox {
   TensorMap map;
   std::array<long, 4> at;  // in the tensor
   int rank;                // of the block whose shared memory it is
@@ -186,7 +186,7 @@ struct Box {
 };
 
 inline void tma_load_to(int rank, u32 to, const TensorMap& map, u32 barrier, int x, int y, int z, int w) {
-  const Box box{map, {x, y, z, w}, rank, to};
+  const TmaBox box{map, {x, y, z, w}, rank, to};
   box.check();
   write_later(mbarrier_at(barrier, rank), box.bytes(), [box] {
     const size_t size = size_t(box.map.element_bytes);
@@ -204,7 +204,7 @@ inline void tma_load_to_all(u32 to, const TensorMap& map, u32 barrier, u64, int 
 
 // What is stored is what lies there when the thread waits at the latest: who changes it before that is told by the outputs.
 inline void tma_store(const TensorMap& map, u32 from, int x, int y, int z) {
-  const Box box{map, {x, y, z, 0}, lanes::block.rank(), from};
+  const TmaBox box{map, {x, y, z, 0}, lanes::block.rank(), from};
   box.check();
   const auto store = [box] {
     box.each_element([&](const char* shared, const char* element, bool inside) {
