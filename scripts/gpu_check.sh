@@ -70,7 +70,8 @@ run_sanitize() {
   cases=(dtype_bf16_bf16_mixed dtype_bf16_fp8_e4m3_decode dtype_f32_f32_chunked page_b3_csr_lbhdt page_b16_dense_lbthd page_b0_dense_lbhtd
     mask_custom_tree_verify mask_window_chunk_chunked score_cap_sinks_g6_mixed score_relative_g1_prefill long_4097_q4_sinks shape_g71_d64
     prefill_d64_sinks prefill_d128_window dtype_e4m3_prefill_d128_heads dtype_e4m3_mixed
-    dim_100_mixed drafts_5_width_4 width_8_history)
+    dim_100_mixed drafts_5_width_4 width_8_history
+    convolved_gdn_mixed convolved_kda_chunked convolved_mamba2_mixed dims_128_128_gdn dims_256_256_kda gaps_odd_mixed drafts_7)
   filter=$(printf 'All/*Conformance.*/%s__cuda*:' "${cases[@]}")
   "$build/tests/conformance_tests" --gtest_filter="$filter" >/dev/null 2>&1 # compiles them, which the tools would slow down
   for tool in memcheck racecheck initcheck synccheck; do

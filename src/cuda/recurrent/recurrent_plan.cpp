@@ -245,6 +245,7 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
   if (module_ == nullptr) load();
   RecurrentParams p = recurrent_params(spec_, in, out);
   p.requests = lists_->requests();
+  p.most_requests = options_.limits.max_num_reqs;
   p.counts = lists_->counts();
   p.parent_rows = lists_->parent_rows();
   p.broken = lists_->broken();

@@ -45,11 +45,15 @@ DEVICE void end_unit(const RecurrentParams& p, u32 index, u32 units, Unit& unit,
   if (index < units) item = item_of(p, shared.requests[0], shared.requests[1].begin, int(index / each), index % each == 0);
   unit = unit_at(p, index, item);
 }
-// The first ones, by as many lanes.
-DEVICE void find_first_units(const RecurrentParams& p, u32 units, Shared& shared) {
-  const u32 index = blockIdx.x + u32(lane_id()) * gridDim.x, each = units_of_request(p);
+// The first ones, by as many lanes. How many requests there are is not waited for before they are loaded.
+DEVICE void find_first_units(const RecurrentParams& p, Shared& shared) {
   if (lane_id() >= kUnits - 1) return;
-  shared.units[lane_id()] = unit_at(p, index, index < units ? item_of(p, int(index / each), index % each == 0) : RecurrentItem{});
+  const u32 index = blockIdx.x + u32(lane_id()) * gridDim.x, each = units_of_request(p), request = index / each;
+  StateRequest r{};
+  int end = 0;
+  if (request < u32(p.most_requests)) r = p.requests[request], end = p.requests[request + 1].begin;
+  const bool is_there = request < u32(num_requests(p));
+  shared.units[lane_id()] = unit_at(p, index, is_there ? item_of(p, r, end, int(request), index % each == 0) : RecurrentItem{});
 }
 
 // What addresses are made of: where keys are innermost, these are kept from before the loop, unless outputs need their registers. Without
@@ -126,8 +130,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
   if (threadIdx.x < kAhead * kWarps)
     mbarrier_init(shared_address(&shared.loaded[0][threadIdx.x]), kKeysFirst ? kPieces : 1), mbarrier_fence_init();
   if (!p.lists_are_there) griddep_wait();
+  if (threadIdx.x >= kThreads - 32) find_first_units(p, shared);
   const u32 units = u32(num_requests(p)) * units_of_request(p);
-  if (threadIdx.x >= kThreads - 32) find_first_units(p, units, shared);
   __syncthreads();
   griddep_wait();
   const auto load_first = [&](const Unit& unit, TokenPart& part) {
