@@ -17,8 +17,8 @@ struct RecurrentParams {
   long state_slot_stride, state_row_stride, state_head_stride;
   const StateRequest* requests;  // [num_reqs + 1], with room for [most_requests + 1]
   const StateCounts* counts;
-  const int* parent_rows;            // of tokens of the batch, where drafts may be a tree: the row that a draft begins from
-  int* broken;                       // [kNumStateRules], as in PlanStateBatchParams; null: nobody asks
+  const int* parent_rows;  // of tokens of the batch, where drafts may be a tree: the row that a draft begins from
+  int* broken;             // [kNumStateRules], as in PlanStateBatchParams; null: nobody asks
   int most_requests;
   int num_slots, num_tokens;         // num_tokens: that all tensors have rows for; a request with others is left out
   char* weights;                     // of chunks from first_chunk to end_chunk: recurrent_weights_bytes() of each chunk and value head

@@ -35,11 +35,11 @@ struct SharedStorage {
   char tiles[kNumTiles * kTileBytes];
   union {
     float squares[kParts][kEights][2 * kRows];  // sums of squares of keys, and of queries
-    char blocks[kTriangleBytes];                // of A and D
+    char blocks[kTriangleBytes];                // of -A and D
   };
   union {
-    float logs[kEights][kDimK];                   // of 8 tokens together, to base 2
-    float diagonal[kBlocks][16][kDiagonalPitch];  // once tiles are there
+    float logs[kEights][kDimK];   // of 8 tokens together, to base 2
+    Diagonal diagonals[kBlocks];  // once tiles are there
   };
   // Of the first and of the last 16 tokens, for each half of them: e^ of sums over the tokens between these and the chunk's middle.
   float between[2][2][kDimK];
@@ -278,16 +278,16 @@ DEVICE void store_half(int row, int column, int half, const float (&x)[4], char*
   for (int eight = 0; eight < 2; ++eight) {
     if (row == column && eight == half && is_steep(s, 2 * row + eight)) continue;
     const int own = first + 8 * eight + g;
-    const float factor = queries ? s.q_norms[own] : s.betas[own] * s.k_norms[own];
+    const float factor = queries ? s.q_norms[own] : -s.betas[own] * s.k_norms[own];
     const float y = own >= token + !queries ? factor * norms.x * x[2 * eight] : 0.f;
     const float z = own > token + !queries ? factor * norms.y * x[2 * eight + 1] : 0.f;
     if constexpr (queries)
       *reinterpret_cast<u32*>(weights + WeightsLayout::p + POrder::index(row, column) * kBlockBytes + word_in_block(eight, half)) =
           pack(y, z);
     else if (row == column)
-      pair_at(&s.diagonal[row][8 * eight + g][8 * half + 2 * t]) = {y, z};
+      put_pair(s.diagonals[row], s.blocks + TOrder::index(row, row) * kBlockBytes, eight, half, g, 2 * t, {y, z});
     else
-      *reinterpret_cast<u32*>(s.blocks + TOrder::index(row, column) * kBlockBytes + (2 * eight + half) * 128 + lane_id() * 4) =
+      *reinterpret_cast<u32*>(s.blocks + TOrder::index(row, column) * kBlockBytes + (2 * eight + half) * kMatrixBytes + lane_id() * 4) =
           pack_f16(y, z);
   }
 }
@@ -341,7 +341,7 @@ DEVICE void sum_pairs(int eight, const float* logs, char* weights, SharedStorage
   for (int row = 0; row < 2; ++row) {
     const int token = i + row, at = token % 16;  // of the chunk, and of the block
     const float a = s.betas[token] * s.k_norms[token] * s.k_norms[j] * of_k[row], b = s.q_norms[token] * s.k_norms[j] * of_q[row];
-    s.diagonal[block][at][j % 16] = token > j ? a : 0.f;
+    s.diagonals[block].of[half][at % 8 * Diagonal::pitch + j % 8] = token > j ? -a : 0.f;
     *reinterpret_cast<u16*>(weights + WeightsLayout::p + POrder::index(block, block) * kBlockBytes + place_in_block(at, half) + j % 8 * 2) =
         u16(pack(token >= j ? b : 0.f, 0.f));
   }
@@ -416,8 +416,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
     if constexpr (kDelta) {
       const u32 blocks = shared_address(memory) + u32(s.blocks - memory);
       if (warp < kBlocks / 2) {
-        const int block = 2 * warp + lane_id() / 16;
-        invert_diagonal(s.diagonal[block], s.blocks + TOrder::index(block, block) * kBlockBytes);
+        const int block = 2 * warp;
+        invert_diagonals(s.diagonals + block, s.blocks + TOrder::index(block, block) * kBlockBytes,
+                         s.blocks + TOrder::index(block + 1, block + 1) * kBlockBytes);
       }
       __syncthreads();
       if (warp < kBlocks) make_row(warp, blocks, s.weights);

@@ -23,8 +23,8 @@ DEVICE u32 place_in(u32 tile, int row, int column) {
 }
 
 // Copies rows of up to kChunk tokens, `columns` times 8 elements, to a tile, by all `threads` of a block; zeros for those that are not
-// there.
-template <int columns, int threads, int together = 64>
+// there. `whole`: all are.
+template <int columns, int threads, int together = 64, bool whole = false>
 DEVICE void copy_rows(u32 tile, const char* from, long stride, int count) {
   static_assert(columns % 8 == 0 && threads % columns == 0 && kChunk % (threads / columns) == 0);
   constexpr int kRows = threads / columns;  // that are copied at a time
@@ -33,7 +33,11 @@ DEVICE void copy_rows(u32 tile, const char* from, long stride, int count) {
 #pragma unroll together
   for (int i = 0; i < kChunk / kRows; ++i, at += kRows * stride) {
     const int row = first + i * kRows;
-    copy_async<16>(place_in(tile, row, column), row < count ? at : from, row < count);
+    if constexpr (whole) {
+      copy_async<16>(place_in(tile, row, column), at);
+    } else {
+      copy_async<16>(place_in(tile, row, column), row < count ? at : from, row < count);
+    }
   }
 }
 

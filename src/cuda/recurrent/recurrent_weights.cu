@@ -11,7 +11,7 @@
 namespace imbrex::cuda {
 
 constexpr int kThreads = kRecurrentWeightsThreads, kWarps = kThreads / 32;
-constexpr int kBlocksTogether = kArch == 900 ? 5 : 3;  // that a multiprocessor has memory, and registers, for
+constexpr int kBlocksTogether = kArch != 900 ? 3 : kDelta && (kShared == 1 || kDimK < 128) ? 4 : 5;  // with registers and memory on a multiprocessor
 static_assert(kWarps == kBlocks);
 
 // Of a value head: sums of its tokens' logarithms (to base 2), and what is multiplied to values.
@@ -21,14 +21,10 @@ struct HeadNumbers {
 struct Tiles {
   char k[kChunk * kDimK * kSize], q[kChunk * kDimK * kSize];
 };
-// Of A, the blocks on the diagonal.
-struct Diagonals {
-  float of[kDelta ? kShared : 1][kBlocks][16][kDiagonalPitch];
-};
 // What products of tokens become, which takes their place.
 struct Factors {
-  Diagonals diagonals;
-  char blocks[kDelta ? kShared : 1][kTriangleBytes];  // of A, and on the diagonal of D, in f16, as four matrices each
+  Diagonal diagonals[kDelta ? kShared : 1][kBlocks];
+  char blocks[kDelta ? kShared : 1][kTriangleBytes];  // of -A, and on the diagonal of D
 };
 struct SharedStorage {
   union {
@@ -138,42 +134,58 @@ DEVICE void store_numbers(const RecurrentParams& p, const SharedStorage& s, cons
   if (lane_id() == 0) to.decay = exp2_approx(last);
 }
 
-// P to memory, and A to shared memory: blocks below the diagonal in f16, the one on it as floats, of which what
-// is below the diagonal is of A.
-DEVICE void store_scores(const Scores& scores, int warp, SharedStorage& s, int head, char* weights) {
-  const HeadNumbers& w = s.of_head[head];
-  const int first_row = 16 * warp + lane_id() / 4;
-  const float logs[2] = {w.logs[first_row], w.logs[first_row + 8]}, betas[2] = {w.betas[first_row], w.betas[first_row + 8]};
+// What a warp's rows have of a head, two of them a lane, and where what becomes of its scores goes: the lane's places in the first block of
+// P, in memory, and of -A.
+struct HeadRows {
+  const HeadNumbers& numbers;
+  float logs[2], betas[2];
+  char *p, *a;
+};
+// P and -A of a block.
+template <int block, bool diagonal>
+DEVICE void store_block_scores(const Scores& scores, const HeadRows& rows, char* p, char* a, Diagonal* d) {
+  const int row = lane_id() / 4, pair = lane_id() % 4 * 2;
+  u32 words[2][2];
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    if (block > warp) continue;
-    u32 words[2][2];
+  for (int i = 0; i < 2; ++i) {
+    const float2 others = *reinterpret_cast<const float2*>(rows.numbers.logs + 16 * block + 8 * i + pair);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int column = 16 * block + 8 * i + lane_id() % 4 * 2;
-      const float2 others = *reinterpret_cast<const float2*>(w.logs + column);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float factors[2] = {exp2_approx(logs[half] - others.x), exp2_approx(logs[half] - others.y)};
-        const int row = first_row + 8 * half;
-        if (block == warp) factors[0] = row >= column ? factors[0] : 0.f, factors[1] = row > column ? factors[1] : 0.f;
-        const float* const q = scores.q[2 * block + i] + 2 * half;
-        words[half][i] = pack(factors[0] * q[0], factors[1] * q[1]);
-        if constexpr (kDelta) {
-          const float* const k = scores.k[2 * block + i] + 2 * half;
-          const float a[2] = {betas[half] * factors[0] * k[0], betas[half] * factors[1] * k[1]};
-          if (block == warp) {
-            *reinterpret_cast<float2*>(&s.factors.diagonals.of[head][warp][row % 16][column % 16]) = {a[0], a[1]};
-          } else {
-            *reinterpret_cast<u32*>(s.factors.blocks[head] + TOrder::index(warp, block) * kBlockBytes + (2 * half + i) * 128 +
-                                    lane_id() * 4) = pack_f16(a[0], a[1]);
-          }
+    for (int half = 0; half < 2; ++half) {
+      float2 factors = {exp2_approx(rows.logs[half] - others.x), exp2_approx(rows.logs[half] - others.y)};
+      if (diagonal && half < i) factors = {0.f, 0.f};
+      if (diagonal && half == i) factors = {row >= pair ? factors.x : 0.f, row > pair ? factors.y : 0.f};
+      const float* const q = scores.q[2 * block + i] + 2 * half;
+      words[half][i] = pack(factors.x * q[0], factors.y * q[1]);
+      if constexpr (kDelta) {
+        const float* const k = scores.k[2 * block + i] + 2 * half;
+        const float2 products = {-rows.betas[half] * factors.x * k[0], -rows.betas[half] * factors.y * k[1]};
+        if constexpr (diagonal) {
+          put_pair(*d, a, half, i, row, pair, products);
+        } else {
+          *reinterpret_cast<u32*>(a + (2 * half + i) * kMatrixBytes + lane_id() * 4) = pack_f16(products.x, products.y);
         }
       }
     }
-    char* const to = weights + WeightsLayout::p + POrder::index(warp, block) * kBlockBytes;
-    store_pairs(to, 0, words[0][0], words[0][1]), store_pairs(to, 1, words[1][0], words[1][1]);
   }
+  store_pairs(p, 0, words[0][0], words[0][1]), store_pairs(p, 1, words[1][0], words[1][1]);
+}
+// Of a warp's row of blocks, from one on.
+template <int block = 0>
+DEVICE void store_scores(const Scores& scores, int warp, const HeadRows& rows, Diagonal* diagonals) {
+  char *const p = rows.p + POrder::index(0, block) * kBlockBytes, *const a = rows.a + TOrder::index(warp, block) * kBlockBytes;
+  if (block == warp) {
+    store_block_scores<block, true>(scores, rows, p, a, diagonals + block);
+  } else if constexpr (block + 1 < kBlocks) {
+    store_block_scores<block, false>(scores, rows, p, a, nullptr);
+    store_scores<block + 1>(scores, warp, rows, diagonals);
+  }
+}
+DEVICE void store_scores(const Scores& scores, int warp, SharedStorage& s, int head, char* weights) {
+  const HeadNumbers& n = s.of_head[head];
+  const int row = 16 * warp + lane_id() / 4;
+  const HeadRows rows{n, {n.logs[row], n.logs[row + 8]}, {n.betas[row], n.betas[row + 8]},
+                      place_of_pairs(weights + WeightsLayout::p + warp * kBlockBytes), s.factors.blocks[head]};
+  store_scores(scores, warp, rows, s.factors.diagonals[head]);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurrent_weights(const __grid_constant__ RecurrentParams p) {
@@ -184,8 +196,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
   const auto [begin, count] = tokens_of_chunk(p, chunk);
   if (count > 0) {
     const u32 k = shared_address(memory), q = k + sizeof s.tiles.k, blocks = shared_address(memory) + u32(s.factors.blocks[0] - memory);
-    copy_rows<kDimK / 8, kThreads>(k, p.k + begin * p.k_token_stride + key_head * p.k_head_stride, p.k_token_stride, count);
-    copy_rows<kDimK / 8, kThreads>(q, p.q + begin * p.q_token_stride + key_head * p.q_head_stride, p.q_token_stride, count);
+    const char* const from_k = p.k + begin * p.k_token_stride + key_head * p.k_head_stride;
+    const char* const from_q = p.q + begin * p.q_token_stride + key_head * p.q_head_stride;
+    if (count == kChunk) {
+      copy_rows<kDimK / 8, kThreads, 64, true>(k, from_k, p.k_token_stride, count);
+      copy_rows<kDimK / 8, kThreads, 64, true>(q, from_q, p.q_token_stride, count);
+    } else {
+      copy_rows<kDimK / 8, kThreads, 1>(k, from_k, p.k_token_stride, count);
+      copy_rows<kDimK / 8, kThreads, 1>(q, from_q, p.q_token_stride, count);
+    }
     copy_async_commit();
     const int first = key_head * p.group + part % shares * kShared, heads = min((key_head + 1) * p.group - first, kShared);
     for (int i = warp; i < heads; i += kWarps) make_head_numbers(p, first + i, begin, count, s.of_head[i]);
@@ -206,8 +225,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
       __syncthreads();
 #pragma unroll 1
       for (int pair = warp; pair < heads * kBlocks / 2; pair += kWarps) {
-        const int i = pair / (kBlocks / 2), block = pair % (kBlocks / 2) * 2 + lane_id() / 16;
-        invert_diagonal(s.factors.diagonals.of[i][block], s.factors.blocks[i] + TOrder::index(block, block) * kBlockBytes);
+        const int i = pair / (kBlocks / 2), block = pair % (kBlocks / 2) * 2;
+        char* const of_head = s.factors.blocks[i];
+        invert_diagonals(s.factors.diagonals[i] + block, of_head + TOrder::index(block, block) * kBlockBytes,
+                         of_head + TOrder::index(block + 1, block + 1) * kBlockBytes);
       }
       __syncthreads();
 #pragma unroll 1
