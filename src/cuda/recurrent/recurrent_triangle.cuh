@@ -19,8 +19,8 @@ struct Diagonal {
   static constexpr int pitch = 12, of_triangle = 8 * pitch + 8;  // floats
   float of[2][of_triangle];
 };
-// A pair of neighbours of a block on -A's diagonal, in its rows from 8 on if `below`, and in its columns from 8 on if `right`. Of what is on
-// the diagonal and above it nothing is read, but for what lies above both triangles, which is 0.
+// A pair of neighbours of a block on -A's diagonal, in its rows from 8 on if `below`, and in its columns from 8 on if `right`. Of what is
+// on the diagonal and above it nothing is read, but for what lies above both triangles, which is 0.
 DEVICE void put_pair(Diagonal& d, char* block, int below, int right, int row, int column, const float2& pair) {
   if (below == right) {
     *reinterpret_cast<float2*>(d.of[below] + row * Diagonal::pitch + column) = pair;
@@ -103,8 +103,8 @@ DEVICE u32 packed_anew(u32 f16) {
   return pack(pair.x, pair.y);
 }
 
-// The blocks of a row of T from the one so many places left of the diagonal on; `row` has those before it. `t`: the lane's place in T, `blocks`
-// in -A and D.
+// The blocks of a row of T from the one so many places left of the diagonal on; `row` has those before it. `t`: the lane's place in T,
+// `blocks` in -A and D.
 template <int number, int left = 1>
 DEVICE void make_left(BlockFactor (&row)[kBlocks], u32 blocks, char* t) {
   if constexpr (left <= number) {
@@ -125,7 +125,8 @@ DEVICE void make_row(u32 blocks, char* t) {
   load_matrix(row[0].of, blocks + u32(diagonal + matrix * kMatrixBytes + lane_id() % 8 * 16));
   char* const place = place_of_pairs(t);
 #pragma unroll
-  for (int eight = 0; eight < 2; ++eight) store_pairs(place + diagonal, eight, packed_anew(row[0].of[eight]), packed_anew(row[0].of[2 + eight]));
+  for (int eight = 0; eight < 2; ++eight)
+    store_pairs(place + diagonal, eight, packed_anew(row[0].of[eight]), packed_anew(row[0].of[2 + eight]));
   make_left<number>(row, blocks + u32(lane_id() * 16), place);
 }
 // A row of blocks of T.

@@ -11,7 +11,9 @@
 namespace imbrex::cuda {
 
 constexpr int kThreads = kRecurrentWeightsThreads, kWarps = kThreads / 32;
-constexpr int kBlocksTogether = kArch != 900 ? 3 : kDelta && (kShared == 1 || kDimK < 128) ? 4 : 5;  // with registers and memory on a multiprocessor
+constexpr int kBlocksTogether = kArch != 900                              ? 3
+                                : kDelta && (kShared == 1 || kDimK < 128) ? 4
+                                                                          : 5;  // with registers and memory on a multiprocessor
 static_assert(kWarps == kBlocks);
 
 // Of a value head: sums of its tokens' logarithms (to base 2), and what is multiplied to values.
@@ -183,8 +185,11 @@ DEVICE void store_scores(const Scores& scores, int warp, const HeadRows& rows, D
 DEVICE void store_scores(const Scores& scores, int warp, SharedStorage& s, int head, char* weights) {
   const HeadNumbers& n = s.of_head[head];
   const int row = 16 * warp + lane_id() / 4;
-  const HeadRows rows{n, {n.logs[row], n.logs[row + 8]}, {n.betas[row], n.betas[row + 8]},
-                      place_of_pairs(weights + WeightsLayout::p + warp * kBlockBytes), s.factors.blocks[head]};
+  const HeadRows rows{n,
+                      {n.logs[row], n.logs[row + 8]},
+                      {n.betas[row], n.betas[row + 8]},
+                      place_of_pairs(weights + WeightsLayout::p + warp * kBlockBytes),
+                      s.factors.blocks[head]};
   store_scores(scores, warp, rows, s.factors.diagonals[head]);
 }
 
