@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "attention/mask.h"
+#include "mla/cost.h"
 #include "serve/hash.h"
 #include "serve/recurrent_bench.h"
 
@@ -63,14 +64,13 @@ LayerWork layer_work(const ShortConvSpec& spec, const StepPlan& plan) {
 
 LayerWork layer_work(const MlaSpec& spec, const StepPlan& plan, const MlaPlan& ways) {
   LayerWork work = layer_work(spec.latent_spec(), plan);  // its bytes are of latents, which both ways read
-  const double heads = 2.0 * spec.num_heads, product = heads * spec.kv_lora_rank * double(spec.qk_nope_dim + spec.v_dim);
-  const double in_latent = heads * double(spec.latent_dim() + spec.kv_lora_rank), expanded = heads * double(spec.qk_dim() + spec.v_dim);
+  const auto [product, latent_pair, expanded_pair] = operations_of(spec);
   work.flops = 0;
   for (int r = 0; r < plan.num_reqs(); ++r) {
     const Seen seen = seen_by(plan, r, spec.mask);
     const double queries = double(plan.seq_lens[size_t(r)] - plan.first_positions[size_t(r)]);
-    work.flops +=
-        ways.expands(r) ? double(seen.pairs) * expanded + double(seen.keys) * product : double(seen.pairs) * in_latent + queries * product;
+    work.flops += ways.expands(r) ? double(seen.pairs) * expanded_pair + double(seen.keys) * product
+                                  : double(seen.pairs) * latent_pair + queries * product;
   }
   return work;
 }
