@@ -23,6 +23,7 @@ FOREIGN_OPTIONS = {
     "--decode-attention-backend",
     "--linear-attn-decode-backend",
     "--linear-attn-prefill-backend",
+    "--linear-attn-verify-backend",
 }
 
 

@@ -67,6 +67,9 @@ class MlaPlan : public BasicPlan {
   virtual void write_kv(const KvCache&, const TensorView& latent, const TensorView& rope, Stream = nullptr) const = 0;
   // Allocates nothing. Errors mla.run.*, run.*, kv_cache.*
   virtual void run(const MlaInputs&, const MlaOutputs&, Stream = nullptr) const = 0;
+  // Whether the step's request is computed with expanded keys. A plan that has one way alone says no, and so does a step whose lengths are
+  // on the device.
+  virtual bool expands(int /*request*/) const { return false; }
 };
 
 struct MlaFamily {

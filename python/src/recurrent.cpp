@@ -1,11 +1,11 @@
 // See recurrent.h.
 #include "recurrent.h"
 
-#include <array>
 #include <optional>
 #include <utility>
 
 #include "imbrex/recurrent.h"
+#include "recurrent/inputs.h"
 #include "recurrent/spec_fields.h"
 #include "selection.h"
 #include "spec_fields.h"
@@ -76,23 +76,10 @@ void bind_recurrent(nb::module_& m) {
                                      .conv_bias = view_of(conv_bias, "conv_bias", type),
                                      .conv_state = conv_array ? written_view(*conv_array, "conv_state", type) : TensorView{}};
             const RecurrentOutputs outputs{.out = written_view(out_array, "out", type)};
-            const std::array<std::pair<const TensorView*, const char*>, 13> read = {{{&in.q, "q"},
-                                                                                     {&in.k, "k"},
-                                                                                     {&in.v, "v"},
-                                                                                     {&in.gate, "gate"},
-                                                                                     {&in.beta, "beta"},
-                                                                                     {&in.rates, "rates"},
-                                                                                     {&in.gate_bias, "gate_bias"},
-                                                                                     {&in.skip, "skip"},
-                                                                                     {&in.z, "z"},
-                                                                                     {&in.norm_weight, "norm_weight"},
-                                                                                     {&in.input, "input"},
-                                                                                     {&in.conv_weight, "conv_weight"},
-                                                                                     {&in.conv_bias, "conv_bias"}}};
-            for (const auto& [other, name] : read)
+            for (const auto& [name, tensor] : kReadInputs)
               for (const auto& [written_to, its_name] :
                    {std::pair{&in.state, "state"}, {&outputs.out, "out"}, {&in.conv_state, "conv_state"}})
-                check_apart(*written_to, its_name, *other, name);
+                check_apart(*written_to, its_name, in.*tensor, name);
             check_apart(outputs.out, "out", in.state, "state");
             check_apart(outputs.out, "out", in.conv_state, "conv_state");
             check_apart(in.state, "state", in.conv_state, "conv_state");

@@ -52,7 +52,7 @@ std::vector<StateParts> steps_of(const StateCaseRequests& requests, int chunk) {
   return steps;
 }
 
-StateLists::StateLists(const StateCaseRequests& requests, const StateParts& parts, const StateSlots& of_requests, Poison poison) {
+StateBatchLists::StateBatchLists(const StateCaseRequests& requests, const StateParts& parts, const StateSlots& of_requests, Poison poison) {
   bool has_sources = false, has_parents = false;
   for (size_t r = 0; r < parts.size(); ++r) {
     const StatePart& p = parts[r];
@@ -73,7 +73,7 @@ StateLists::StateLists(const StateCaseRequests& requests, const StateParts& part
   if (!has_parents) parents.clear();
 }
 
-Batch StateLists::batch(bool with_drafts) const {
+Batch StateBatchLists::batch(bool with_drafts) const {
   Batch batch;
   batch.query_start_loc = query_start_loc;
   batch.seq_lens = seq_lens;
@@ -82,7 +82,7 @@ Batch StateLists::batch(bool with_drafts) const {
   return batch;
 }
 
-DeviceBatch StateLists::device_batch(bool with_drafts) {
+DeviceBatch StateBatchLists::device_batch(bool with_drafts) {
   const auto view = [](std::vector<int32_t>& list) {
     return list.empty() ? TensorView{} : TensorView::contiguous(list.data(), DType::i32, {int64_t(list.size())});
   };

@@ -45,13 +45,13 @@ struct StateSlots {
 };
 
 // The lists of a step's Batch.
-struct StateLists {
+struct StateBatchLists {
   std::vector<int32_t> query_start_loc{0}, seq_lens, slots, drafts, accepted;
   std::vector<int32_t> sources;  // empty where all requests read the slots that they write
   std::vector<int32_t> parents;  // empty where all drafts follow those in front of them
 
   // Slots of requests without tokens are not to be looked at, nor are those that new requests would read.
-  StateLists(const StateCaseRequests&, const StateParts&, const StateSlots&, Poison);
+  StateBatchLists(const StateCaseRequests&, const StateParts&, const StateSlots&, Poison);
   // with_drafts: whether the layer may have some.
   Batch batch(bool with_drafts) const;
   DeviceBatch device_batch(bool with_drafts);  // the lists, in host memory

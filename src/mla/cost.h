@@ -7,6 +7,13 @@
 
 namespace imbrex {
 
+// Operations (a multiply-add is two) of all heads.
+struct MlaOperations {
+  double product;                     // with kv_b_proj: of a query and its output, or of a key that is expanded
+  double latent_pair, expanded_pair;  // of a query and a key that it sees
+};
+MlaOperations operations_of(const MlaSpec&);
+
 // Speeds of one core of a CPU, or of a whole GPU, in operations (a multiply-add is two) and bytes a second. Only their ratios matter.
 struct MlaRates {
   double products;   // of the products of queries and outputs with kv_b_proj

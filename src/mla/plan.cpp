@@ -65,10 +65,10 @@ class CompositePlan final : public MlaPlan {
     next.query_start_loc.assign(batch.query_start_loc.begin(), batch.query_start_loc.end());
     find_keys(batch, next.keys);
     decide_ways(spec_, parts_.rules(), batch, next.ways);
-    take_part(batch, next.latent, [&](int r) { return next.ways.expand[size_t(r)] == 0; });
+    take_part(batch, next.latent, [&](int r) { return !next.ways.expands(r); });
     next.num_rounds = 0;
     for (int r = 0; r < batch.num_reqs(); ++r)
-      if (next.ways.expand[size_t(r)] != 0)
+      if (next.ways.expands(r))
         add_pieces(batch, {r, batch.query_start_loc[r], batch.query_start_loc[r + 1]}, spec_.mask, chunk_, next.rounds, 0, next.num_rounds);
 
     committed_.clear();
@@ -98,6 +98,8 @@ class CompositePlan final : public MlaPlan {
     if (!step.latent.ranges.empty()) run_latent(step, in, out, stream);
     for (size_t i = 0; i < step.num_rounds; ++i) run_round(step, step.rounds[i], *rounds_[i], in, out, stream);
   }
+
+  bool expands(int request) const override { return steps_.now().ways.expands(request); }
 
   std::string str() const override {
     const Step& step = steps_.now();

@@ -21,6 +21,7 @@ struct DecidedWay {
 struct MlaWays {
   std::vector<char> expand;  // of each request; 0 for one without queries
   DecidedWay largest[2];     // the largest request in latent space, and with expanded keys
+  bool expands(int request) const { return request >= 0 && size_t(request) < expand.size() && expand[size_t(request)] != 0; }
 };
 
 // What the choice depends on, beside the request.

@@ -10,7 +10,7 @@ constexpr ModelPreset kRecurrentPresets[] = {
     {"falcon-mamba-7b", "tiiuae/falcon-mamba-7b",  // V; expand 16 means nothing
      R"({"model_type": "falcon_mamba", "hidden_size": 4096, "num_hidden_layers": 64, "intermediate_size": 8192, "expand": 16,
          "state_size": 16, "conv_kernel": 4, "torch_dtype": "bfloat16"})"},
-    {"granite-4-h-small", "ibm-granite/granite-4.0-h-small",  // T, which layers attend, the scale and the epsilon M
+    {"granite-4-h-small", "ibm-granite/granite-4.0-h-small",  // T, the epsilon of a conversion's metadata, the scale M
      R"({"model_type": "granitemoehybrid", "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32,
          "num_key_value_heads": 8, "attention_multiplier": 0.0078125, "rms_norm_eps": 1e-5, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state":
          128, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "layer_types": ["mamba", "mamba", "mamba", "mamba",
@@ -57,9 +57,10 @@ constexpr ModelPreset kRecurrentPresets[] = {
      R"({"model_type": "qwen3_5_moe", "torch_dtype": "bfloat16", "text_config": {"model_type": "qwen3_5_moe_text",
          "hidden_size": 4096, "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 256,
          "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 64}})"},
-    {"ring-mini-linear-2.0", "inclusionAI/Ring-mini-linear-2.0",  // T, the groups of the norm M
+    {"ring-mini-linear-2.0", "inclusionAI/Ring-mini-linear-2.0",  // V
      R"({"model_type": "bailing_moe_linear", "hidden_size": 2048, "num_hidden_layers": 20, "num_attention_heads": 16,
-         "num_key_value_heads": 4, "head_dim": 128, "layer_group_size": 5, "group_norm_size": 4, "torch_dtype": "bfloat16"})"},
+         "num_key_value_heads": 4, "head_dim": 128, "layer_group_size": 5, "group_norm_size": 4, "rms_norm_eps": 1e-6,
+         "torch_dtype": "bfloat16"})"},
     {"zamba2-7b", "Zyphra/Zamba2-7B",  // V, that of its layers T
      R"({"model_type": "zamba2", "hidden_size": 3584, "num_hidden_layers": 81, "num_attention_heads": 32,
          "num_key_value_heads": 32, "attention_head_dim": 224, "n_mamba_heads": 112, "mamba_d_state": 64, "mamba_ngroups": 2,

@@ -8,6 +8,7 @@
 #include "core/tensor_format.h"
 #include "core/tensor_layout.h"
 #include "family/begin_plan.h"
+#include "recurrent/inputs.h"
 
 namespace imbrex {
 namespace {
@@ -92,20 +93,7 @@ void check_run(const RecurrentSpec& spec, Device device, const RecurrentInputs& 
     in.norm_weight.rank == 1 ? check_tensor(in.norm_weight, weight, {v}) : check_tensor(in.norm_weight, weight, {v_heads, v});
   }
   check_tensor(out.out, rows("out"), {tokens, v_heads, v});
-  for (const auto& [t, name] : {std::pair{&in.q, "q"},
-                                {&in.k, "k"},
-                                {&in.v, "v"},
-                                {&in.gate, "gate"},
-                                {&in.beta, "beta"},
-                                {&in.rates, "rates"},
-                                {&in.gate_bias, "gate_bias"},
-                                {&in.skip, "skip"},
-                                {&in.z, "z"},
-                                {&in.norm_weight, "norm_weight"},
-                                {&in.input, "input"},
-                                {&in.conv_weight, "conv_weight"},
-                                {&in.conv_bias, "conv_bias"}})
-    check_layout(*t, name);
+  for (const auto& [name, tensor] : kReadInputs) check_layout(in.*tensor, name);
   if (convolved) check_written_layout(in.conv_state, "conv_state");
   check_written_layout(in.state, "state");
   check_written_layout(out.out, "out");

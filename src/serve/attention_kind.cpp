@@ -44,6 +44,8 @@ class AttentionLayers final : public KindOf<AttentionFamily> {
                stream());
   }
 
+  LayerWork work(const StepPlan& step) const override { return layer_work(spec(), step); }
+
   VerifyTarget target(size_t layer, int out_row) const override {
     return AttentionTarget{.spec = &spec(), .parameters = &layers_[layer].parameters, .kv_head = out_row};
   }

@@ -14,6 +14,7 @@
 #include "imbrex/model.h"
 #include "serve/group_cache.h"
 #include "serve/replay.h"
+#include "serve/replay_account.h"
 #include "serve/synthetic.h"
 #include "serve/verify.h"
 
@@ -62,6 +63,9 @@ class LayerKind {
   // Writes keys and values before run(), which is timed by itself. Returns false where the family has no such call.
   virtual bool write_cache(size_t layer, const StepTensors&) const = 0;
   virtual void run(size_t layer, const StepTensors&) const = 0;
+
+  // What a layer computes in the step of the last update(), whose arrays are these.
+  virtual LayerWork work(const StepPlan&) const = 0;
 
   virtual VerifyTarget target(size_t layer, int out_row) const = 0;
   // What that target computes again of the state in a slot, in contiguous parts; none where it checks none.

@@ -13,6 +13,7 @@
 #include "core/float_types.h"
 #include "imbrex/block_pool.h"
 #include "imbrex/device_stream.h"
+#include "mla/cost.h"
 #include "serve/bench.h"
 #include "serve/synthetic.h"
 
@@ -228,14 +229,14 @@ void check_outputs(const BackendOf<MlaFamily>& backend, const MlaProblem& proble
 
 MlaWork work_of(const MlaSpec& spec, const std::vector<BenchRequest>& requests) {
   const AttentionSpec latent = spec.latent_spec(), expanded = spec.expanded_spec();
-  const double weight = spec.absorbed ? 0 : double(spec.num_heads) * spec.kv_lora_rank * (double(spec.qk_nope_dim) + spec.v_dim);
-  MlaWork work{.weight_bytes = weight * double(size_of(spec.dtype))};
+  const double product = spec.absorbed ? 0 : operations_of(spec).product;
+  MlaWork work{.weight_bytes = product / 2 * double(size_of(spec.dtype))};
   for (const BenchRequest& r : requests) {
     const Work in_latent = work_of(latent, {r});
     work.kv_bytes += in_latent.kv_bytes;
     const double keys = in_latent.kv_bytes / double(spec.kv_bytes_per_token());
-    const double fewer = in_latent.flops + 2 * weight * r.q_len;
-    work.flops += spec.absorbed ? in_latent.flops : std::min(fewer, work_of(expanded, {r}).flops + 2 * weight * keys);
+    const double fewer = in_latent.flops + product * r.q_len;
+    work.flops += spec.absorbed ? in_latent.flops : std::min(fewer, work_of(expanded, {r}).flops + product * keys);
   }
   return work;
 }

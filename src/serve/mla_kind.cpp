@@ -54,6 +54,8 @@ class MlaLayers final : public KindOf<MlaFamily> {
         stream());
   }
 
+  LayerWork work(const StepPlan& step) const override { return layer_work(spec(), step, plan()); }
+
   VerifyTarget target(size_t layer, int out_row) const override {
     return MlaTarget{.spec = &spec(), .parameters = &layers_[layer].parameters, .head = out_row};
   }

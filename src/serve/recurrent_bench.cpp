@@ -48,7 +48,7 @@ class RecurrentProblem {
     slots_ = shuffled_slots(int64_t(requests.size()), requests.size(), options.seed);
     fill_states(options.seed);
     const StateParts whole = steps_of(host_.requests, 0).front();
-    lists_ = std::make_unique<StateLists>(host_.requests, whole, StateSlots{.read = slots_, .written = slots_}, Poison::zero);
+    lists_ = std::make_unique<StateBatchLists>(host_.requests, whole, StateSlots{.read = slots_, .written = slots_}, Poison::zero);
     for (const HostTensor* t : {&host_.rates, &host_.gate_bias, &host_.skip, &host_.norm_weight}) parameters_.push_back(copy_of(*t));
     for (int copy = 0; copy < std::max(options.copies, 1); ++copy) {
       copies_.push_back({copy_of(host_.q), copy_of(host_.k), copy_of(host_.v), copy_of(host_.gate), copy_of(host_.beta),
@@ -173,7 +173,7 @@ class RecurrentProblem {
   const DeviceStream& stream_;
   RecurrentCaseInputs host_;  // states by slot
   std::vector<int32_t> slots_;
-  std::unique_ptr<StateLists> lists_;
+  std::unique_ptr<StateBatchLists> lists_;
   std::vector<DeviceTensor> parameters_;
   std::vector<Copy> copies_;
   int64_t copy_bytes_ = 0;

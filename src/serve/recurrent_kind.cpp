@@ -80,6 +80,8 @@ class RecurrentLayers final : public KindOf<RecurrentFamily> {
     plan().run(inputs, {.out = shaped(tensors.out, {tokens, s.num_v_heads, s.head_dim_v})}, stream());
   }
 
+  LayerWork work(const StepPlan& step) const override { return layer_work(spec(), step); }
+
   VerifyTarget target(size_t layer, int out_row) const override {
     return RecurrentTarget{.spec = &spec(),
                            .parameters = &layers_[layer].parameters,

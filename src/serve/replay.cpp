@@ -201,7 +201,7 @@ void Replay::count(ReplayWork& sort) {
   for (size_t i = 0; i < times.size(); ++i) {
     ReplayKind& report = result_.kinds[i];
     const LayerKind& kind = *runner_->kinds()[i];
-    const LayerWork work = std::visit([&](const auto& spec) { return layer_work(spec, plan_); }, kind.spec());
+    const LayerWork work = kind.work(plan_);
     const double layers = double(report.layers.size());
     const bool states = model_.cache_groups[size_t(kind.group())].holds_states();
     ReplayWork& of_sort = states ? result_.state_layers : sort;

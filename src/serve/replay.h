@@ -75,7 +75,7 @@ struct ReplayKind {
   std::string selection;                         // Selection::str(): every candidate with its reasons
   std::string plan;                              // BasicPlan::str() of the last step
   double run_s = 0, kv_write_s = 0, plan_s = 0;  // GPU: KV writes are part of run_s
-  double flops = 0;                              // useful ones; attention: 2 * (head_dim_qk + head_dim_v) per q head and visible key
+  double flops = 0;                              // useful ones, as LayerWork has them
   double bytes = 0;                              // attention: visible keys and values, once a step; else inputs, outputs and states
 };
 

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "attention/mask.h"
+#include "mla/cost.h"
 #include "serve/hash.h"
 #include "serve/recurrent_bench.h"
 
@@ -25,14 +26,25 @@ void add_to(ReplayPoint& sum, const ReplayPoint& p) {
   for (size_t g = 0; g < sum.occupancy.size(); ++g) sum.occupancy[g] += p.occupancy[g];
 }
 
+// What the queries of requests see.
+struct Seen {
+  int64_t pairs = 0, keys = 0;  // (query, visible key); keys that any query of a request sees
+};
+
+Seen seen_by(const StepPlan& plan, int request, const Mask& mask) {
+  const int begin = plan.first_positions[size_t(request)], end = plan.seq_lens[size_t(request)];
+  Seen seen{.keys = end - first_visible_key(mask, begin)};
+  for (int p = begin; p < end; ++p) seen.pairs += p + 1 - first_visible_key(mask, p);
+  return seen;
+}
+
 }  // namespace
 
 LayerWork layer_work(const AttentionSpec& spec, const StepPlan& plan) {
-  int64_t pairs = 0, keys = 0;  // (query, visible key); keys that any query of a request sees
+  int64_t pairs = 0, keys = 0;
   for (int r = 0; r < plan.num_reqs(); ++r) {
-    const int begin = plan.first_positions[size_t(r)], end = plan.seq_lens[size_t(r)];
-    for (int p = begin; p < end; ++p) pairs += p + 1 - first_visible_key(spec.mask, p);
-    keys += end - first_visible_key(spec.mask, begin);
+    const Seen seen = seen_by(plan, r, spec.mask);
+    pairs += seen.pairs, keys += seen.keys;
   }
   return {.flops = double(pairs) * 2.0 * double(spec.num_q_heads) * double(spec.head_dim_qk + spec.head_dim_v),
           .bytes = double(keys) * double(spec.kv_bytes_per_token()),
@@ -50,10 +62,16 @@ LayerWork layer_work(const ShortConvSpec& spec, const StepPlan& plan) {
           .kv_written_bytes = 0};
 }
 
-// Operations are those in latent space for every token: a plan that expands keys does fewer for prompts.
-LayerWork layer_work(const MlaSpec& spec, const StepPlan& plan) {
-  LayerWork work = layer_work(spec.latent_spec(), plan);
-  work.flops += 2.0 * double(plan.num_tokens()) * spec.num_heads * spec.kv_lora_rank * double(spec.qk_nope_dim + spec.v_dim);
+LayerWork layer_work(const MlaSpec& spec, const StepPlan& plan, const MlaPlan& ways) {
+  LayerWork work = layer_work(spec.latent_spec(), plan);  // its bytes are of latents, which both ways read
+  const auto [product, latent_pair, expanded_pair] = operations_of(spec);
+  work.flops = 0;
+  for (int r = 0; r < plan.num_reqs(); ++r) {
+    const Seen seen = seen_by(plan, r, spec.mask);
+    const double queries = double(plan.seq_lens[size_t(r)] - plan.first_positions[size_t(r)]);
+    work.flops += ways.expands(r) ? double(seen.pairs) * expanded_pair + double(seen.keys) * product
+                                  : double(seen.pairs) * latent_pair + queries * product;
+  }
   return work;
 }
 

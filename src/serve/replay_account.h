@@ -11,7 +11,8 @@
 
 namespace imbrex::serve {
 
-// The useful work of one layer in a step, which does not depend on the backend.
+// The useful work of one layer in a step, which does not depend on the backend, except that plans of latent attention choose between two
+// ways of computing a request.
 struct LayerWork {
   double flops = 0;             // attention: 2 * (head_dim_qk + head_dim_v) per q head and visible key
   double bytes = 0;             // attention: of every request's visible keys and values, once; else of inputs, outputs and states
@@ -19,7 +20,10 @@ struct LayerWork {
 };
 LayerWork layer_work(const AttentionSpec&, const StepPlan&);
 LayerWork layer_work(const ShortConvSpec&, const StepPlan&);
-LayerWork layer_work(const MlaSpec&, const StepPlan&);
+// Of each request by the way that the plan, whose step it is, chose. In latent space: 2 * (latent_dim + kv_lora_rank) per head and visible
+// key, and the products of every query and output with kv_b_proj. Expanded: 2 * (qk_dim + v_dim), and the products of every key that is
+// seen, once.
+LayerWork layer_work(const MlaSpec&, const StepPlan&, const MlaPlan&);
 LayerWork layer_work(const RecurrentSpec&, const StepPlan&);
 
 // The bytes of caches that requests hold in a step: states, and whole blocks; shared blocks once. Of these, the bytes in last blocks that

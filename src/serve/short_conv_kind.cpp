@@ -40,6 +40,8 @@ class ShortConvLayers final : public KindOf<ShortConvFamily> {
     plan().run(inputs, {.out = tensors.out}, stream());
   }
 
+  LayerWork work(const StepPlan& step) const override { return layer_work(spec(), step); }
+
   VerifyTarget target(size_t layer, int) const override {
     return ShortConvTarget{.spec = &spec(), .parameters = &layers_[layer].parameters};
   }

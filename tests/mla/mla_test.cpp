@@ -257,6 +257,23 @@ TEST(Mla, RunAndWarmUpdatesAllocateNothing) {
   }
 }
 
+// A plan tells of each request of its step which way it chose: here requests with more queries than a tenth of their keys are expanded.
+TEST(Mla, PlansTellWhichRequestsAreExpanded) {
+  MlaStep step(kSmall, {{2, 2}, {1, 60}, {0, 5}, {40, 64}});
+  const PlanOptions options{.limits = {.max_num_reqs = 4, .max_num_tokens = 64, .max_seq_len = 64}};
+  const BackendOf<MlaFamily>& backend = *find_backend<MlaFamily>("cpu_generic");
+  MlaParts parts = dynamic_cast<const MlaCompositeBackend&>(backend).parts(step.spec, probe_cpu(), options);
+  parts.rates = {.products = 1, .expansion = 10, .latent = 1e30, .expanded = 1e30, .bytes = 1e30};
+  const auto plan = make_mla_plan(step.spec, probe_cpu(), options, std::move(parts));
+  EXPECT_FALSE(plan->expands(0));  // there is no step yet
+  plan->update(step.batch);
+  const std::vector<bool> expected{false, true, false, false, true, false};  // of no requests but 0 to 3
+  for (int r = -1; r < 5; ++r) EXPECT_EQ(plan->expands(r), expected[size_t(r + 1)]) << r << ": " << plan->str();
+  const auto reference = find_backend<MlaFamily>("reference")->plan(step.spec, probe_cpu(), options);
+  reference->update(step.batch);
+  EXPECT_FALSE(reference->expands(3));
+}
+
 TEST(Mla, IsSelectedWithReasons) {
   const MlaSpec spec{.num_heads = 16};
   const auto selection = select<MlaFamily>(spec, describe_device("avx2,4 threads"));

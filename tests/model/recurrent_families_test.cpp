@@ -310,7 +310,8 @@ TEST(RecurrentFamilies, StatesAreGroupsBesidePages) {
       << model.str();
 }
 
-// The norm of outputs, its groups and its epsilon, and the gate.
+// The norm of outputs, its groups and its epsilon, and the gate: what modules of transformers 5.24 have from configs of their classes, and
+// those of SGLang 0.5.23 for bailing_moe_linear and lightning attention in bailing_hybrid.
 TEST(RecurrentFamilies, NormsAndGatesOfOutputs) {
   const auto outputs = [](std::string_view type, const std::string& more) {
     const RecurrentSpec spec = recurrent(parse(type, more, type == "zamba2" ? 54 : 4), type == "falcon_h1" ? 1 : 0);
@@ -339,6 +340,20 @@ TEST(RecurrentFamilies, NormsAndGatesOfOutputs) {
   EXPECT_TRUE(has_note(parse("minimax_m1", R"("attn_type_list": [0, 0, 0, 0])"), "the epsilon 1e-6, as in transformers"));
   EXPECT_EQ(outputs("bailing_moe_linear", R"("layer_group_size": 2, "group_norm_size": 4, "rms_norm_eps": 1e-5)"),
             "before_gate sigmoid 4 1e-05");
+  EXPECT_EQ(outputs("bailing_moe_linear", R"("layer_group_size": 2)"), "before_gate sigmoid 1 1e-06");
+  EXPECT_EQ(outputs("mamba2", R"("num_heads": 16, "head_dim": 64, "state_size": 128, "n_groups": 8, "expand": 2, "rms_norm_eps": 1e-4)"),
+            "after_gate silu 8 1e-05")
+      << "its field is layer_norm_epsilon";
+  const std::string latent = R"("kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, )";
+  EXPECT_EQ(outputs("kimi_linear", latent + R"("mla_use_nope": true, "linear_attn_config": {"num_heads": 8, "head_dim": 64,
+      "short_conv_kernel_size": 4, "full_attn_layers": [4], "kda_layers": [1, 2, 3]})"),
+            "before_gate sigmoid 0 1e-05");
+  EXPECT_EQ(outputs("bailing_hybrid", latent + R"("head_dim": 64, "layer_group_size": 2, "short_conv_kernel_size": 4)"),
+            "before_gate sigmoid 0 1e-06")
+      << "layers of KDA";
+  EXPECT_EQ(outputs("bailing_hybrid", latent + R"("head_dim": 64, "layer_group_size": 2, "group_norm_size": 4)"),
+            "before_gate sigmoid 4 1e-06")
+      << "layers of lightning attention";
   EXPECT_EQ(recurrent_refusal("bailing_moe_linear", R"("layer_group_size": 2, "group_norm_size": 3)"), "model.field.heads.indivisible");
   EXPECT_EQ(recurrent_refusal("qwen3_next", R"("rms_norm_eps": 0)"), "model.field.zero");
   EXPECT_EQ(recurrent_refusal("falcon_h1", R"("mamba_n_heads": 4, "mamba_d_ssm": 256, "mamba_d_state": 64, "mamba_n_groups": 2,

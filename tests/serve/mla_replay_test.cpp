@@ -1,8 +1,13 @@
 // The replay of models with latent attention: every output is checked, prefixes are shared, and mistakes are noticed.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <utility>
+#include <vector>
+
 #include "expect_error.h"
 #include "serve/replay.h"
+#include "serve/replay_account.h"
 #include "serve/report.h"
 #include "serve/tiny_model.h"
 
@@ -44,6 +49,60 @@ TEST(MlaReplay, RunsATraceToItsEndAndChecksEveryOutput) {
     EXPECT_EQ(r.kv_format, "latent");
     EXPECT_GT(r.kinds[0].kv_write_s, 0);
     EXPECT_NE(report_text(r, {}).find("(same seed and steps, same bits: whatever the number of threads)"), std::string::npos);
+  }
+}
+
+// A plan that computes nothing: it only says which requests it expands.
+struct ToldWays final : MlaPlan {
+  std::vector<bool> of;
+  explicit ToldWays(std::vector<bool> ways) : of(std::move(ways)) {}
+  void update(const Batch&, Stream) override {}
+  void write_kv(const KvCache&, const TensorView&, const TensorView&, Stream) const override {}
+  void run(const MlaInputs&, const MlaOutputs&, Stream) const override {}
+  bool expands(int request) const override { return of[size_t(request)]; }
+  std::string str() const override { return "told"; }
+};
+
+// Operations of a token at position p, and of those that a request has once, counted one by one.
+TEST(MlaReplay, CountsOperationsOfTheWayThatEachRequestTakes) {
+  StepPlan step;  // a prompt's tokens 3 to 8, and one of decode behind 20
+  step.query_start_loc = {0, 6, 7};
+  step.first_positions = {3, 20};
+  step.seq_lens = {9, 21};
+  const double heads = 3, latent_pair = 2 * (64 + 16 + 64), expanded_pair = 2 * (32 + 16 + 24), product = 2 * 64 * (32 + 24);
+  for (const int window : {-1, 4}) {
+    MlaSpec spec = kTinyMla;
+    spec.mask.window_left = window;
+    const auto seen = [&](int p) { return window < 0 ? p + 1 : std::min(p, window) + 1; };
+    double prompt_pairs = 0;
+    for (int p = 3; p < 9; ++p) prompt_pairs += seen(p);
+    const double decode = heads * (seen(20) * latent_pair + product);
+    const double prompt_keys = 9;  // the window of its first query reaches the first key
+    for (const bool expand : {false, true}) {
+      const double prompt =
+          heads * (expand ? prompt_pairs * expanded_pair + prompt_keys * product : prompt_pairs * latent_pair + 6 * product);
+      const LayerWork work = layer_work(spec, step, ToldWays({expand, false}));
+      EXPECT_DOUBLE_EQ(work.flops, prompt + decode) << spec.str() << expand;
+      EXPECT_DOUBLE_EQ(work.bytes, (9. + seen(20)) * 2 * (64 + 16));  // latents in bf16, whichever way
+      EXPECT_DOUBLE_EQ(work.kv_written_bytes, 7. * 2 * (64 + 16));
+    }
+  }
+}
+
+// A prompt of 256 tokens is expanded and one of 2 is not, so that what a replay reports is more than the one and less than the other count.
+TEST(MlaReplay, ReportsOperationsOfExpandedPrompts) {
+  ReplayOptions options = small_options();
+  options.max_num_batched_tokens = 512;
+  options.verify_fraction = 0;
+  for (const auto& [tokens, expands] : {std::pair(256., true), {2., false}}) {
+    Trace trace;
+    trace.format = "lengths";
+    trace.requests.push_back({.input_length = int(tokens), .output_length = 1});
+    const ReplayResult r = replay(tiny_mla_model(kTinyMla, 2), trace, options);
+    ASSERT_EQ(r.kinds.size(), 1u);
+    EXPECT_EQ(r.kinds[0].plan.find("with expanded keys") != std::string::npos, expands) << r.kinds[0].plan;
+    const double pair = expands ? 32 + 16 + 24 : 64 + 16 + 64;
+    EXPECT_DOUBLE_EQ(r.kinds[0].flops, 2 * 3 * 2 * (tokens * (tokens + 1) / 2 * pair + tokens * 64 * (32 + 24)));
   }
 }
 

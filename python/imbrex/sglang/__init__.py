@@ -46,7 +46,8 @@ def with_linear_kernels(original: Callable[..., Any], runner: Any, full_attn_bac
     from sglang.srt.runtime_context import get_exec
 
     mamba = get_exec().mamba
-    if NAME not in (mamba.linear_attn_backend, mamba.linear_attn_decode_backend, mamba.linear_attn_prefill_backend):
+    phases = "linear_attn_backend", "linear_attn_decode_backend", "linear_attn_prefill_backend", "linear_attn_verify_backend"
+    if all(getattr(mamba, phase, None) != NAME for phase in phases):
         return original(runner, full_attn_backend)
     from .linear import in_place
 

@@ -9,6 +9,7 @@ from .. import _engine_states as states
 from .._frameworks import stream_address
 from ..engines import type_name
 from ..short_conv import ShortConvPlan
+from .drafts import DraftStep, parents_of, replays
 from .plans import Plans
 
 Tensor = torch.Tensor
@@ -20,10 +21,13 @@ NAMES_OF_MIXER = (*NAMES, "causal_conv1d_fn_triton", "causal_conv1d_update_trito
 def lay_out(runner: Any) -> bool:
     """Lays the pool's states [layers, slots, dim, width - 1] out with their channels together, in the same shape, if nothing else reads their memory by address.
     Says whether imbrex can read them then."""
+    pool = runner.req_to_token_pool.mamba_pool
+    if replays(pool):  # it commits states by a function of its own
+        return False
     arguments = getattr(runner, "server_args", None)
     if getattr(arguments, "disaggregation_mode", "null") != "null" or getattr(arguments, "enable_hierarchical_cache", False):
         return False
-    conv = runner.req_to_token_pool.mamba_pool.mamba_cache.conv
+    conv = pool.mamba_cache.conv
     if conv[0].stride(-2) == 1:
         return True
     if not conv[0].is_contiguous():  # a part of a buffer that is shared with other caches
@@ -35,8 +39,8 @@ def lay_out(runner: Any) -> bool:
 class Convolution:
     """Has a function for each of SGLang's."""
 
-    def __init__(self, plans: Plans) -> None:
-        self._plans = plans
+    def __init__(self, plans: Plans, verifies: bool) -> None:
+        self._plans, self._verifies = plans, verifies
 
     @property
     def own(self) -> Dict[str, Callable]:
@@ -76,11 +80,45 @@ class Convolution:
         conv_state_indices: Tensor,
         **options: Any,
     ) -> Tensor:
-        """Outputs of a token of each request, x [requests, dim]. Drafts, which have a dimension more, are SGLang's."""
-        if x.dim() != 2:
+        """Outputs of a token of each request, x [requests, dim], or of drafts, which have a dimension more."""
+        if x.dim() == 2:
+            starts = torch.arange(len(x) + 1, dtype=torch.int32, device=x.device)
+            return self._run(x, weight, bias, activation, conv_state, conv_state_indices, starts, None)
+        if not self._verifies:
             return original(x, conv_state, weight, bias, activation, conv_state_indices=conv_state_indices, **options)
-        starts = torch.arange(len(x) + 1, dtype=torch.int32, device=x.device)
-        return self._run(x, weight, bias, activation, conv_state, conv_state_indices, starts, None)
+        return self._drafts(x, conv_state, weight, bias, activation, conv_state_indices, **options)
+
+    def _drafts(
+        self,
+        x: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Optional[Tensor],
+        activation: Optional[str],
+        slots: Tensor,
+        *,
+        intermediate_conv_window: Tensor,
+        intermediate_state_indices: Tensor,
+        retrieve_next_token: Optional[Tensor] = None,
+        retrieve_next_sibling: Optional[Tensor] = None,
+        retrieve_parent_token: Optional[Tensor] = None,
+    ) -> Tensor:
+        """Outputs [requests, dim, tokens] of x [requests, dim, tokens]. The rows behind each token go to intermediate_conv_window [rows, tokens, dim, width - 1],
+        whose rows behind neighbouring tokens of a chain may share memory, and the parents of trees to retrieve_parent_token: SGLang's recurrence reads them there.
+        """
+        (count, dim, tokens), width = x.shape, weight.shape[1]
+        if retrieve_next_token is not None:
+            retrieve_parent_token.copy_(parents_of(retrieve_next_token, retrieve_next_sibling))
+        starts = torch.arange(0, count * tokens + 1, tokens, dtype=torch.int32, device=x.device)
+        chain, own = retrieve_parent_token is None, torch.arange(count, dtype=slots.dtype, device=x.device)
+        kept = x.new_zeros((count, width - 2 + tokens if chain else tokens * (width - 1), dim))
+        kept[:, : width - 1] = conv_state[slots.clamp(min=0).long(), :, : width - 1].transpose(-1, -2)
+        y = x.transpose(1, 2).reshape(count * tokens, dim)
+        step = DraftStep(tokens, retrieve_parent_token)
+        y = self._run(y, weight, bias, activation, kept.transpose(-1, -2), torch.where(slots < 0, slots, own), starts, None, step)
+        windows = kept.unfold(1, width - 1, 1) if chain else kept.unflatten(1, (tokens, -1)).transpose(-1, -2)
+        intermediate_conv_window[intermediate_state_indices[:count].long(), :tokens] = windows
+        return y.view(count, tokens, dim).transpose(1, 2)
 
     def _run(
         self,
@@ -92,7 +130,9 @@ class Convolution:
         slots: Tensor,
         starts: Tensor,
         earlier: Optional[Tensor],
+        drafts: Optional[DraftStep] = None,
     ) -> Tensor:
+        """Rows of conv_states [slots, dim, rows] are width - 1, or those behind each draft."""
         if activation not in (None, "silu", "swish"):
             raise NotImplementedError(f"imbrex: activation: expected None, 'silu' or 'swish', got {activation!r}")
         if conv_states.stride(-2) != 1 or conv_states.dtype != x.dtype:
@@ -100,7 +140,7 @@ class Convolution:
             raise NotImplementedError(f"imbrex: states of convolutions: expected {expected}, got {got}")
         x, (dim, width) = states.tight(x), weight.shape
         fields = states.conv_fields(dim, width, bias is not None, type_name(x.dtype), activation="silu" if activation else "none")
-        plan = self._plans.updated(ShortConvPlan, _core.ShortConvSpec, fields, starts, slots, len(x), stream_address(None, x), earlier)
+        plan = self._plans.updated(ShortConvPlan, _core.ShortConvSpec, fields, starts, slots, len(x), stream_address(None, x), earlier, drafts)
         out = torch.zeros_like(x, memory_format=torch.contiguous_format)  # requests of padding have no output
-        rows = conv_states[..., : width - 1].transpose(-1, -2)
+        rows = (conv_states if drafts is not None else conv_states[..., : width - 1]).transpose(-1, -2)
         return plan.run(x, states.matrix(weight, x.dtype), rows, bias=None if bias is None else bias.detach().to(x.dtype), out=out)

@@ -10,6 +10,7 @@ from .._frameworks import stream_address
 from .._state_calls import rates_of
 from ..engines import type_name
 from ..recurrent import RecurrentPlan
+from .drafts import DraftStep, begin
 from .plans import Plans
 
 Tensor = torch.Tensor
@@ -18,8 +19,8 @@ Tensor = torch.Tensor
 class Scan:
     """Has a function for each of SGLang's."""
 
-    def __init__(self, plans: Plans) -> None:
-        self._plans = plans
+    def __init__(self, plans: Plans, verifies: bool) -> None:
+        self._plans, self._verifies = plans, verifies
 
     @property
     def own(self) -> Dict[str, Callable]:
@@ -81,17 +82,49 @@ class Scan:
         out: Optional[Tensor] = None,
         **options: Any,
     ) -> Tensor:
-        """A token of each request, x [requests, heads, dim], whose numbers of a head come expanded. Drafts, which have a dimension more, are SGLang's."""
-        if x.dim() != 3 or z is not None or not dt_softplus:
+        """A token of each request, x [requests, heads, dim], whose numbers of a head come expanded, or with a dimension more several: drafts behind the first."""
+        if (x.dim() != 3 and not self._verifies) or z is not None or not dt_softplus:
             return original(
                 state, x, dt, A, B, C, D, z, dt_bias=dt_bias, dt_softplus=dt_softplus, state_batch_indices=state_batch_indices, out=out, **options
             )
         out = torch.empty_like(x) if out is None else out
-        starts = torch.arange(len(x) + 1, dtype=torch.int32, device=x.device)
-        slots = starts[:-1] if state_batch_indices is None else state_batch_indices
         skip, bias = (None if y is None else y[..., 0] for y in (D, dt_bias))
-        self._run(x, dt[..., 0], A[:, 0, 0], B, C, skip, bias, state, slots, starts, out)
+        if x.dim() == 3:
+            starts = torch.arange(len(x) + 1, dtype=torch.int32, device=x.device)
+            slots = starts[:-1] if state_batch_indices is None else state_batch_indices
+            self._run(x, dt[..., 0], A[:, 0, 0], B, C, skip, bias, state, slots, starts, out)
+        else:
+            self._drafts(x, dt[..., 0], A[:, 0, 0], B, C, skip, bias, state, state_batch_indices, out, **options)
         return out
+
+    def _drafts(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Optional[Tensor],
+        dt_bias: Optional[Tensor],
+        state: Tensor,
+        slots: Tensor,
+        out: Tensor,
+        *,
+        disable_state_update: bool,
+        intermediate_states_buffer: Tensor,
+        intermediate_state_indices: Tensor,
+        retrieve_parent_token: Optional[Tensor] = None,
+        cache_steps: int,
+    ) -> None:
+        """Of x [requests, tokens, heads, dim]; the states behind each token go to intermediate_states_buffer [rows, tokens, heads, dim, d_state]."""
+        if not disable_state_update:
+            raise NotImplementedError("imbrex: expected the pool's states to stay when drafts are verified, got disable_state_update=False")
+        count, tokens = x.shape[:2]
+        rows = begin(intermediate_states_buffer, intermediate_state_indices, state, slots)
+        starts = torch.arange(0, count * tokens + 1, tokens, dtype=torch.int32, device=x.device)
+        step = DraftStep(intermediate_states_buffer.shape[1], retrieve_parent_token)
+        x, dt, B, C = (y.flatten(0, 1) for y in (x, dt, B, C))
+        self._run(x, dt, A, B, C, D, dt_bias, intermediate_states_buffer, rows, starts, out.view(x.shape), step)
 
     def _run(
         self,
@@ -106,9 +139,12 @@ class Scan:
         slots: Tensor,
         starts: Tensor,
         out: Tensor,
+        drafts: Optional[DraftStep] = None,
     ) -> None:
         heads, dim = x.shape[1:]
         fields = dict(states.mamba_fields(B.shape[1], heads, B.shape[2], dim, type_name(x.dtype), type_name(state.dtype)), skip=D is not None)
-        plan = self._plans.updated(RecurrentPlan, _core.RecurrentSpec, tuple(fields.items()), starts, slots, len(x), stream_address(None, x))
+        stream = stream_address(None, x)
+        plan = self._plans.updated(RecurrentPlan, _core.RecurrentSpec, tuple(fields.items()), starts, slots, len(x), stream, drafts=drafts)
         inputs = dict(gate=states.tight(dt), rates=rates_of(A.detach()), gate_bias=None if dt_bias is None else states.f32(dt_bias))
-        plan.run(*map(states.tight, (C, B, x)), state.unsqueeze(1), skip=None if D is None else states.f32(D), out=out, **inputs)
+        state = state.unsqueeze(1) if drafts is None else state
+        plan.run(*map(states.tight, (C, B, x)), state, skip=None if D is None else states.f32(D), out=out, **inputs)

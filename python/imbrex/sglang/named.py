@@ -1,6 +1,7 @@
 """Functions that SGLang's backends find by name in a module: while a backend of imbrex runs, those that it has for these names are called."""
 
 import contextlib
+import functools
 import threading
 from typing import Any, Callable, Dict, Iterator, Optional
 
@@ -38,3 +39,11 @@ def put(module: Any, *names: str) -> None:
         current = getattr(module, name, None)
         if not isinstance(current, _Named):
             setattr(module, name, _Named(name, current))
+
+
+def put_always(module: Any, name: str, own: Callable) -> None:
+    """As put(), for a function that is called whichever backend runs; a module that lacks the name is left alone."""
+    current = getattr(module, name, None)
+    if current is None or getattr(current, "func", None) is own:
+        return
+    setattr(module, name, functools.partial(own, current))

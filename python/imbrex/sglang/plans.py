@@ -9,6 +9,7 @@ from .. import _core
 from .. import _engine_states as states
 from .._plan_cache import SMALLEST, Kept, Limits, PlanCache
 from ..engines import device_text, settings
+from .drafts import DraftStep
 
 Tensor = torch.Tensor
 
@@ -35,30 +36,36 @@ class Plans:
         num_tokens: int,
         stream: int,
         earlier: Optional[Tensor] = None,
+        drafts: Optional[DraftStep] = None,
     ) -> Any:
         """A plan of requests that have earlier tokens, or only those of which `earlier` [num_reqs] says so; starts [num_reqs + 1] and slots are where the tensors are."""
         starts, slots = starts.to(torch.int32), slots[: len(starts) - 1].to(torch.int32).contiguous()
-        kept = self._find(plan_class, spec_class, fields, Limits(len(slots), num_tokens, num_tokens + 1), starts.device.type != "cpu", stream)
+        if drafts is not None:
+            fields = tuple({**dict(fields), **drafts.fields}.items())
+        more = {} if drafts is None else drafts.arrays(starts, num_tokens)
+        for_good = drafts is not None or len(slots) == num_tokens
+        limits = Limits(len(slots), num_tokens, num_tokens + 1)
+        kept = self._find(plan_class, spec_class, fields, limits, for_good, starts.device.type != "cpu", stream)
         lengths = starts.diff() + (1 if earlier is None else earlier[: len(slots)].to(torch.int32))
         if starts.device.type != "cpu":
-            kept.plan.update_on_device(starts, lengths, slots, max_num_tokens=num_tokens, stream=stream)
+            kept.plan.update_on_device(starts, lengths, slots, max_num_tokens=num_tokens, stream=stream, **more)
             return kept.plan
-        batch = (*starts.tolist(), *slots.tolist(), *lengths.tolist())
+        batch = tuple(n for numbers in (starts, slots, lengths, *more.values()) for n in numbers.tolist())
         if kept.batch != batch:
             kept.batch = None
-            kept.plan.update(starts, lengths, slots)
+            kept.plan.update(starts, lengths, slots, **more)
             kept.batch = batch
         return kept.plan
 
-    def _find(self, plan_class: Any, spec_class: Any, fields: states.Fields, needed: Limits, on_device: bool, stream: int) -> Kept:
-        """Plans of steps with a token a request are kept for good, since graphs hold them: an update is a part of each graph."""
+    def _find(self, plan_class: Any, spec_class: Any, fields: states.Fields, needed: Limits, for_good: bool, on_device: bool, stream: int) -> Kept:
+        """Plans of steps with a token a request, or with drafts, are kept for good, since graphs hold them: an update is a part of each graph."""
 
         def make(limits: Limits) -> Any:
             arguments = limits.arguments()
             del arguments["max_query_len"]
             return self._make(plan_class, spec_class, fields, on_device=on_device, **arguments)
 
-        if needed.num_reqs != needed.num_tokens:
+        if not for_good:
             if stream and _core.capture_of(stream):
                 raise NotImplementedError("imbrex: expected CUDA graphs of decoding alone, got one of prompts")
             return _plans.find((plan_class, fields, self._device, self._settings, stream), needed, make, stream)

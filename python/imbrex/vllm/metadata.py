@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Dict, List, Tuple
 
 import torch
-from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from .. import _amx_packed, _core
-from ..engines import CheckedLayer, announce, as_bytes, check_pages, device_text, make_plan, settings, shared_workspace
+from ..engines import CheckedLayer, announce, as_bytes, check_pages, make_plan
 from ..plan import Plan, select
+from .builders import BuilderSetup
 from .impl import Impl
 
 logger = init_logger("vllm.imbrex")  # below "vllm", whose handlers and level it has
@@ -42,18 +41,14 @@ _REFUSED = {
 }
 
 
-class Builder(AttentionMetadataBuilder[Metadata]):
+class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
     """A plan for each kind of layer in the group; vLLM calls build() once a step and, where it replays a graph, before that."""
 
     caches: ClassVar[Tuple[str, ...]] = ("FullAttentionSpec", "SlidingWindowSpec", "EncoderOnlyAttentionSpec")  # others have pages of their own
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS  # a captured graph replays every batch within the limits
 
     def __init__(self, kv_cache_spec: Any, layer_names: List[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        given = vllm_config.additional_config
-        self.settings = settings(given.get("imbrex") if isinstance(given, dict) else None)
-        self.device_text = device_text(device)
-        self._refuse_configuration()
+        self._set_up(kv_cache_spec, layer_names, vllm_config, device)
         speculative = vllm_config.speculative_config
         # Sampling decides lengths on the GPU then, and the host's are upper bounds.
         inexact = self.device_text != "cpu" and speculative is not None
@@ -61,14 +56,12 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             raise ValueError('imbrex: expected on_device "auto" or "always" with speculative decoding on a GPU, got "never"')
         self.on_device = inexact or (self.settings.on_device == "always" and self.device_text != "cpu")
         self.supports_draft_decode_metadata_update = self.on_device
-        self.layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
-        self.workspace = shared_workspace(self.device_text)
         self.plans: Dict[Tuple, Plan] = {}
         self.decode_plans = self.plans  # of steps with one token a request
         for layer in self.layers.values():
             if not isinstance(layer.impl, Impl):
                 raise NotImplementedError(f"imbrex: expected layers of its own in its group, got {type(layer.impl).__name__}")
-        limits, packed = self._limits(), self._takes_packed_pages()
+        limits, packed = self._limits(self._ahead()), self._takes_packed_pages()
         if self._decode_has_graphs():
             self.decode_plans = {}
         for layer in self.layers.values():
@@ -79,8 +72,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
                 spec = _core.AttentionSpec(**fields)
                 self.plans[layer.impl.plan_key] = self._make_plan(spec, limits)
                 if self.decode_plans is not self.plans:
-                    alone = dict(limits, max_num_tokens=max(limits["max_num_reqs"], self._most_captured()), max_query_len=1)
-                    self.decode_plans[layer.impl.plan_key] = self._make_plan(spec, alone)
+                    self.decode_plans[layer.impl.plan_key] = self._make_plan(spec, dict(self._decode_limits(limits), max_query_len=1))
         self._checked = not self.settings.self_check
         if self._checked:
             self._announce("self check left out")
@@ -88,24 +80,10 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     def _make_plan(self, spec: _core.AttentionSpec, limits: Dict[str, int]) -> Plan:
         return make_plan(spec, self.device_text, self.settings, on_device=self.on_device, workspace=self.workspace, **limits)
 
-    def _limits(self) -> Dict[str, int]:
-        scheduler, speculative = self.vllm_config.scheduler_config, self.vllm_config.speculative_config
-        ahead = 2 * (speculative.num_speculative_tokens or 0) if speculative is not None else 0
-        max_num_tokens = max(scheduler.max_num_batched_tokens, self._most_captured()) + scheduler.max_num_seqs * ahead
-        return dict(
-            max_num_reqs=scheduler.max_num_seqs,
-            max_num_tokens=max_num_tokens,
-            max_seq_len=max(self.vllm_config.model_config.max_model_len + ahead, max_num_tokens),  # warm-up steps have lengths of their own
-        )
-
-    def _most_captured(self) -> int:
-        return self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
-
-    def _decode_has_graphs(self) -> bool:
-        """Whether full graphs are captured of decode alone, and other steps have none: what a graph of a plan launches is what the plan's limits
-        allow, so that those of a plan with one token a request have no launches for prompts."""
-        mode = getattr(self.vllm_config.compilation_config, "cudagraph_mode", None)
-        return self.vllm_config.speculative_config is None and mode is not None and mode.separate_routine()
+    def _ahead(self) -> int:
+        """Lengths of a step with drafts may be so many tokens ahead."""
+        speculative = self.vllm_config.speculative_config
+        return 2 * (speculative.num_speculative_tokens or 0) if speculative is not None else 0
 
     def _takes_packed_pages(self) -> bool:
         """Whether all layers of the group are run by a backend that reads amx_packed, in the memory that vLLM's layout gives a head's block."""
@@ -124,6 +102,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         return all(same_backend(layer) for layer in self.layers.values())
 
     def _refuse_configuration(self) -> None:
+        super()._refuse_configuration()
         spec, config = self.kv_cache_spec, self.vllm_config
         kind = type(spec).__name__
         if kind not in self.caches:
@@ -141,8 +120,6 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             size = getattr(config.parallel_config, name)
             if size > 1:
                 raise NotImplementedError(f"imbrex: expected {name} 1, got {size}")
-        if config.parallel_config.use_ubatching:
-            raise NotImplementedError("imbrex: expected one stream for a step, got dual batch overlap, whose halves have their own")
         if config.cache_config.kv_sharing_fast_prefill:
             raise NotImplementedError("imbrex: expected kv_sharing_fast_prefill to be off, got on")
         if self.device_text == "cpu" and config.kv_transfer_config is not None:

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Dict, List, Optional, Tuple
 
 import torch
-from vllm.config import get_current_vllm_config_or_none, get_layers_from_vllm_config
+from vllm.config import get_current_vllm_config_or_none
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from .. import _core
-from ..engines import all_cores, announce, as_bytes, device_text, settings, shared_workspace, type_name
+from ..engines import all_cores, announce, as_bytes, settings, type_name
 from ..mla import MlaPlan
 from ..plan import KvLayer, select
 from .backend import described_device, refusals_of
@@ -128,21 +127,15 @@ class MlaBuilder(Builder):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: List[str], vllm_config: Any, device: torch.device) -> None:
-        AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
-        given = vllm_config.additional_config
-        self.settings = settings(given.get("imbrex") if isinstance(given, dict) else None)
-        self.device_text = device_text(device)
+        self._set_up(kv_cache_spec, layer_names, vllm_config, device)
         gpu = self.device_text != "cpu"
-        self._refuse_configuration()
         if gpu and vllm_config.speculative_config is not None:
             raise NotImplementedError("imbrex: expected no speculative decoding of latent attention on a GPU, whose lengths the host does not know")
         self.on_device = gpu and self.settings.on_device == "always"  # steps of decode; which way a prompt takes is the host's affair
-        self.layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
-        self.workspace = shared_workspace(self.device_text)
         self.plans: Dict[Tuple, MlaPlan] = {}
         self.decode_plans: Dict[Tuple, MlaPlan] = {} if gpu else self.plans
-        limits = self._limits()
-        alone = dict(limits, max_num_tokens=max(limits["max_num_reqs"], self._most_captured()), max_query_len=1, on_device=self.on_device)
+        limits = self._limits(self._ahead())
+        alone = dict(self._decode_limits(limits), max_query_len=1, on_device=self.on_device)
         for name, layer in self.layers.items():
             if not isinstance(layer.impl, MlaImpl):
                 raise NotImplementedError(f"imbrex: expected layers of its own in its group, got {type(layer.impl).__name__}")

@@ -5,17 +5,16 @@ from typing import Any, Dict, List, Optional, Union
 
 import torch
 import vllm
-from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from .._engine_drafts import DraftPlans, DraftStep
 from .._engine_states import Kind, LayerPlans, StepPlans, announce
-from ..engines import check_version, device_text, settings, shared_workspace
+from ..engines import check_version
 from . import WRITTEN_FOR
+from .builders import BuilderSetup
 
 check_version("vLLM", vllm.__version__, WRITTEN_FOR, least_patch=False)
 
@@ -34,7 +33,7 @@ class StateMetadata(AttentionMetadata):
         return None if self.plans is None else self.plans[kind]
 
 
-class StateBuilder(ShortConvAttentionMetadataBuilder):
+class StateBuilder(BuilderSetup, ShortConvAttentionMetadataBuilder):
     """Plans for each kind of layer in a group; vLLM calls build() once a step and, where it replays a graph, before that.
 
     Nothing of the base class is used but its name: vLLM tells builders of a few classes how many drafts were accepted, and no others.
@@ -45,55 +44,32 @@ class StateBuilder(ShortConvAttentionMetadataBuilder):
     supports_update_block_table = False
 
     def __init__(self, kv_cache_spec: Any, layer_names: List[str], vllm_config: Any, device: torch.device) -> None:
-        AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
-        given = vllm_config.additional_config
-        self.settings = settings(given.get("imbrex") if isinstance(given, dict) else None)
-        self.device_text = device_text(device)
-        self._refuse_configuration()
+        self._set_up(kv_cache_spec, layer_names, vllm_config, device)
         # The table that says which slot a request has is on the GPU alone, so steps are planned there.
         self.on_device = self.device_text != "cpu"
         self.num_drafts = vllm_config.num_speculative_tokens
-        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
         limits = self._limits()
-        self.plans = self._make_plans(layers, **limits)
-        self.decode_plans = self.plans
-        mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
-        if mode is not None and mode.separate_routine() and not self.num_drafts:
-            # Graphs of decode alone: plans with a token a request launch nothing for prompts.
-            self.decode_plans = self._make_plans(layers, **dict(limits, max_num_tokens=max(limits["max_num_reqs"], self._most_captured())))
-        self._announce(layers)
+        self.plans = self._make_plans(**limits)
+        self.decode_plans = self._make_plans(**self._decode_limits(limits)) if self._decode_has_graphs() else self.plans
+        self._announce()
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """With drafts a graph has a pass for each token of a request, so that a graph of decode holds steps whose requests all have as many."""
         return AttentionCGSupport.UNIFORM_BATCH if vllm_config.num_speculative_tokens else cls._cudagraph_support
 
-    def _make_plans(self, layers: Dict[str, Any], **limits: int) -> Union[StepPlans, DraftPlans]:
-        options = dict(limits, on_device=self.on_device, workspace=shared_workspace(self.device_text))
+    def _make_plans(self, **limits: int) -> Union[StepPlans, DraftPlans]:
+        options = dict(limits, on_device=self.on_device, workspace=self.workspace)
         if self.num_drafts:
             plans = DraftPlans(self.device, self.device_text, self.settings, self.num_drafts, **options)
         else:
             plans = StepPlans(self.device_text, self.settings, **options)
-        for layer in layers.values():
+        for layer in self.layers.values():
             plans.add(layer.kind)
         return plans
 
-    def _most_captured(self) -> int:
-        return self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
-
-    def _limits(self) -> Dict[str, int]:
-        scheduler = self.vllm_config.scheduler_config
-        max_num_tokens = max(scheduler.max_num_batched_tokens, self._most_captured())
-        return dict(
-            max_num_reqs=scheduler.max_num_seqs,
-            max_num_tokens=max_num_tokens,
-            max_seq_len=max(self.vllm_config.model_config.max_model_len, max_num_tokens),  # warm-up steps have lengths of their own
-        )
-
     def _refuse_configuration(self) -> None:
-        config = self.vllm_config
-        if config.parallel_config.use_ubatching:
-            raise NotImplementedError("imbrex: expected one stream for a step, got dual batch overlap, whose halves have their own")
+        super()._refuse_configuration()
         if self.settings.on_device == "never" and self.device_text != "cpu":
             raise ValueError('imbrex: expected on_device "auto" or "always" with layers that have a state on a GPU, got "never"')
 
@@ -132,9 +108,9 @@ class StateBuilder(ShortConvAttentionMetadataBuilder):
         drafts = cam.query_start_loc_cpu.diff() - 1 if self.num_drafts else None
         return self.build(0, cam, num_decode_draft_tokens_cpu=drafts)
 
-    def _announce(self, layers: Dict[str, Any]) -> None:
+    def _announce(self) -> None:
         kinds: Dict[Kind, List[str]] = {}
-        for name, layer in layers.items():
+        for name, layer in self.layers.items():
             kinds.setdefault(layer.kind, []).append(name)
         for kind, names in kinds.items():
             text = "1 layer" if len(names) == 1 else f"{len(names)} layers"

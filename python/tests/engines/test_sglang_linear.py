@@ -12,13 +12,14 @@ NEAR = max(2e-5, FLOAT)
 HEADS = {"gdn": (2, 4, 16, 32), "kda": (2, 2, 32, 32)}  # of keys and values, and their dimensions
 
 
-def backend_of(registry, kind, device="cpu", conv=None, **phases):
-    """conv: the pool of states of convolutions [layers, slots, dim, width - 1]."""
+def backend_of(registry, kind, device="cpu", conv=None, pool=None, **phases):
+    """conv: the pool of states of convolutions [layers, slots, dim, width - 1]; pool: what else it has."""
     from sglang.srt.runtime_context import get_exec
 
-    asked = dict(dict(linear_attn_backend="triton", linear_attn_decode_backend=None, linear_attn_prefill_backend=None), **phases)
+    names = ("linear_attn_decode_backend", "linear_attn_prefill_backend", "linear_attn_verify_backend")
+    asked = dict(dict.fromkeys(names), **dict(dict(linear_attn_backend="triton"), **phases))
     get_exec().mamba = SimpleNamespace(**asked)
-    cache = SimpleNamespace(conv=[torch.zeros(1, 9, 8, 3, device=device) if conv is None else conv])
+    cache = SimpleNamespace(conv=[torch.zeros(1, 9, 8, 3, device=device) if conv is None else conv], **(pool or {}))
     runner = SimpleNamespace(device=device, kind=kind, req_to_token_pool=SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache)))
     made = registry.attn_backend_wrapper(runner, None)
     assert [x.value for x in (runner.linear_attn_backends.decode, runner.linear_attn_backends.prefill)] == [
@@ -41,7 +42,7 @@ def test_each_phase_has_the_kernel_that_is_asked_for(registry, kind):
     assert (plain.decode_kernel, plain.extend_kernel, plain.supports_packed_decode) == ("triton", "triton", True)
     both = dispatcher_of(registry, kind, linear_attn_backend="imbrex")
     assert both.decode_kernel is both.extend_kernel and type(both.decode_kernel).__module__ == "imbrex.sglang.linear"
-    assert (both.verify_kernel, both.supports_packed_decode, both.supports_packed_decode_safe_gate) == ("triton", False, False)
+    assert (both.supports_packed_decode, both.supports_packed_decode_safe_gate) == (False, False)
     decode = dispatcher_of(registry, kind, linear_attn_decode_backend="imbrex")
     assert decode.extend_kernel == "triton" and decode.decode_kernel != "triton"
     prefill = dispatcher_of(registry, kind, linear_attn_prefill_backend="imbrex")

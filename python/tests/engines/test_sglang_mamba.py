@@ -49,7 +49,6 @@ def test_convolutions(registry, device, kind):
         x, _, _ = requests.step([1, 1])
         near(backend.forward_decode(x, states, weight, bias, slots), requests.expected([1, 1], lambda rows: convolved(rows, weight, bias)), NEAR)
     assert torch.equal(states[5], requests.rows[0][7:10].T) and torch.isnan(states[[0, 1, 3, 4, 6, 7, 8]]).all()
-    assert backend.forward_extend(x[:, :, None], states, weight, bias, slots, None, None) == "SGLang's tokens"  # drafts
 
 
 def test_sglang_keeps_its_convolutions(registry):

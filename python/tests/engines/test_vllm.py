@@ -188,9 +188,9 @@ def test_never_on_device_is_refused_where_lengths_are_not_exact(vllm, monkeypatc
     runner = Runner("cpu", PLAIN, speculative=SpeculativeConfig(), settings={"on_device": "never"})
     assert not runner.builders[0].on_device  # a CPU has them
     serve(runner)
-    import imbrex.vllm.metadata as metadata
+    from imbrex.vllm import builders, metadata
 
-    monkeypatch.setattr(metadata, "device_text", lambda device: "cuda:0")
+    monkeypatch.setattr(builders, "device_text", lambda device: "cuda:0")
     with pytest.raises(ValueError, match='on_device "auto" or "always"'):
         metadata.Builder(runner.groups[0].spec, runner.groups[0].names, runner.config, torch.device("cpu"))
 

@@ -69,6 +69,7 @@ class MlaMirrorPlan final : public MlaPlan {
     if (!out.lse.empty()) m.lse.give_back(out.lse, "lse", *m.stream);
   }
 
+  bool expands(int request) const override { return plan_->expands(request); }
   bool capturable() const override { return plan_->capturable(); }
   std::string str() const override { return plan_->str(); }
 

@@ -117,14 +117,14 @@ class RecurrentRunner {
     }
   }
 
-  void update(StateLists& lists) {
+  void update(StateBatchLists& lists) {
     if (!options_.on_device) return plan_.update(lists.batch(spec_.num_drafts > 0));
     plan_.update_on_device(lists.device_batch(spec_.num_drafts > 0));
     for (const Reason& problem : plan_.device_problems()) result_.violations.push_back(problem.str());
   }
 
   void run_step(const StateParts& parts) {
-    StateLists lists(in_.requests, parts, slots_.slots(), options_.poison);
+    StateBatchLists lists(in_.requests, parts, slots_.slots(), options_.poison);
     const int64_t tokens = lists.query_start_loc.back(), rows = options_.rows > 0 ? options_.rows : tokens + options_.padding_tokens;
     GivenTensor q("q", in_.q, rows, options_), k("k", in_.k, rows, options_), v("v", in_.v, rows, options_),
         gate("gate", in_.gate, rows, options_), beta("beta", in_.beta, rows, options_), z("z", in_.z, rows, options_),

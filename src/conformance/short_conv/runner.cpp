@@ -58,7 +58,7 @@ class ConvRunner {
         std::memcpy(state_.at(slots_.read[r], row), state_row(in_.state, r, row), row_bytes());
   }
 
-  void update(StateLists& lists) {
+  void update(StateBatchLists& lists) {
     if (!options_.on_device) return plan_.update(lists.batch(spec_.num_drafts > 0));
     plan_.update_on_device(lists.device_batch(spec_.num_drafts > 0));
     for (const Reason& problem : plan_.device_problems()) result_.violations.push_back(problem.str());
@@ -82,7 +82,7 @@ class ConvRunner {
   }
 
   void run_step(const ShortConvParts& parts) {
-    StateLists lists(in_.requests, parts, slots_.slots(), options_.poison);
+    StateBatchLists lists(in_.requests, parts, slots_.slots(), options_.poison);
     const int64_t tokens = lists.query_start_loc.back(), rows = options_.rows > 0 ? options_.rows : tokens + options_.padding_tokens;
     SpreadTensor input(spec_.dtype, rows, 1, spec_.input_channels(), options_.poison, options_.gaps),
         out(spec_.dtype, rows, 1, spec_.dim, options_.poison, options_.gaps);

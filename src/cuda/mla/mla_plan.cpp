@@ -103,7 +103,7 @@ StepPlan& DeviceMlaPlan::round_plan(size_t shape, size_t round, RoundKind kind) 
 void DeviceMlaPlan::cut_latent(const Batch& batch, Step& next) const {
   next.latent_slices.clear();
   for (int r = 0; r < batch.num_reqs(); ++r)
-    if (next.ways.expand[size_t(r)] == 0) next.latent_slices.add(batch, r, outline_.latent_tokens);
+    if (!next.ways.expands(r)) next.latent_slices.add(batch, r, outline_.latent_tokens);
   next.latent_tokens = 0;
   if (next.latent.size() < next.latent_slices.size()) next.latent.resize(next.latent_slices.size());
   size_t ranges = 0;
@@ -138,7 +138,7 @@ void DeviceMlaPlan::cut_rounds(const Batch& batch, Step& next) const {
   next.round_slices.resize(outline_.shapes.size());
   for (MlaSlices& of_shape : next.round_slices) of_shape.clear();
   for (int r = 0; r < batch.num_reqs(); ++r) {
-    if (next.ways.expand[size_t(r)] == 0) continue;
+    if (!next.ways.expands(r)) continue;
     const size_t shape = outline_.shape_of(batch.query_len(r), batch.seq_lens[r]);
     next.round_slices[shape].add(batch, r, outline_.shapes[shape].tokens, outline_.shapes[shape].whole);
   }
@@ -158,7 +158,7 @@ void DeviceMlaPlan::place_blocks(const Batch& batch, Step& next) const {
   if (starts_there) next.block_starts = batch.kv_indptr.as<const int>();
   std::vector<long> first(size_t(batch.num_reqs()), 0);
   for (int r = 0; r < batch.num_reqs() && !starts_there; ++r) {
-    if (next.ways.expand[size_t(r)] == 0) continue;
+    if (!next.ways.expands(r)) continue;
     first[size_t(r)] = sends ? long(next.sent_ids.size()) : next.keys.start[size_t(r)];
     if (!sends) continue;
     const int* const from = next.keys.ids_of(r);

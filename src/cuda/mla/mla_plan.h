@@ -32,6 +32,7 @@ class DeviceMlaPlan final : public MlaPlan {
   std::vector<Reason> device_problems(Stream) override;
   void write_kv(const KvCache&, const TensorView& latent, const TensorView& rope, Stream) const override;
   void run(const MlaInputs&, const MlaOutputs&, Stream) const override;  // mla_plan_run.cpp
+  bool expands(int request) const override { return steps_.now().ways.expands(request); }
   bool capturable() const override;
   std::string str() const override;
 

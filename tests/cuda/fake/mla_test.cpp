@@ -97,6 +97,8 @@ TEST_F(FakeMlaCalls, LaunchWhatTheyNeed) {
   expanded->update(batch_of(prompts), stream->get());
   // A round has 32 keys, and the requests are cut into 32 and 18, 32 and 1, and 19. The first round's two queries that are among its keys
   // see no others: attention writes their outputs. The last round has a step of decode beside one of prefill.
+  EXPECT_TRUE(expanded->expands(0) && expanded->expands(2) && !expanded->expands(3)) << expanded->str();
+  EXPECT_FALSE(latent->expands(0));
   const Entries entries = launched(*expanded, stream->get());
   const auto count = [&](std::string_view name) {
     return std::ranges::count_if(entries, [&](const std::string& entry) { return entry.starts_with(name); });

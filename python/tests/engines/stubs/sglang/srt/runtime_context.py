@@ -7,7 +7,11 @@ def get_parallel():
     return _parallel
 
 
-_exec = SimpleNamespace(mamba=SimpleNamespace(linear_attn_backend="triton", linear_attn_decode_backend=None, linear_attn_prefill_backend=None))
+_exec = SimpleNamespace(
+    mamba=SimpleNamespace(
+        linear_attn_backend="triton", linear_attn_decode_backend=None, linear_attn_prefill_backend=None, linear_attn_verify_backend=None
+    )
+)
 
 
 def get_exec():

@@ -20,7 +20,7 @@ def attn_backend_wrapper(runner, full_attn_backend):
     asked = [
         LinearAttnKernelBackend(name or mamba.linear_attn_backend) for name in (mamba.linear_attn_decode_backend, mamba.linear_attn_prefill_backend)
     ]
-    runner.linear_attn_backends = LinearAttnBackends(*asked, verify=LinearAttnKernelBackend.TRITON)
+    runner.linear_attn_backends = LinearAttnBackends(*asked, verify=LinearAttnKernelBackend(mamba.linear_attn_verify_backend or "triton"))
     if runner.kind == "mamba2":
         return hybrid_linear_attn_backend.Mamba2AttnBackend(runner)
     return (gdn_backend.GDNAttnBackend if runner.kind == "gdn" else kda_backend.KDAAttnBackend)(runner)

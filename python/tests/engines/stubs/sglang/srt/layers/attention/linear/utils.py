@@ -31,7 +31,7 @@ class Dispatcher:
         for name in ("decode", "prefill", "verify"):
             if not getattr(backends, name).is_triton():
                 raise ValueError(f"Unsupported {name} backend: {getattr(backends, name)}")
-        self.decode_kernel = self.extend_kernel = self.verify_kernel = "triton"
+        self.decode_kernel = self.extend_kernel = self.verify_kernel = self.tree_verify_kernel = "triton"
         self.supports_packed_decode = self.supports_packed_decode_safe_gate = True
 
 
@@ -48,9 +48,9 @@ def backend_with(names):
                 return "SGLang's fused kernel"
             return names["causal_conv1d_update"](x, conv_states, weight, bias, "silu", conv_state_indices=indices)
 
-        def forward_extend(self, x, conv_states, weight, bias, indices, starts, earlier):
-            if x.dim() == 3:  # drafts
-                return names["causal_conv1d_update"](x, conv_states, weight, bias, "silu", conv_state_indices=indices, intermediate_conv_window=x)
+        def forward_extend(self, x, conv_states, weight, bias, indices, starts, earlier, *drafts):
+            if drafts:
+                return self.verify(x, conv_states, weight, bias, indices, *drafts)
             return names["causal_conv1d_fn"](
                 x.transpose(0, 1),
                 weight,
@@ -62,5 +62,11 @@ def backend_with(names):
                 query_start_loc=starts,
                 seq_lens_cpu=starts.diff().tolist(),
             )
+
+        def verify(self, x, conv_states, weight, bias, indices, windows, rows, *tree):
+            """A part of forward_extend(), for drafts."""
+            trees = dict(zip(("retrieve_next_token", "retrieve_next_sibling", "retrieve_parent_token"), tree or [None] * 3))
+            places = dict(conv_state_indices=indices, intermediate_conv_window=windows, intermediate_state_indices=rows)
+            return names["causal_conv1d_update"](x, conv_states, weight, bias, "silu", **places, **trees)
 
     return Backend

@@ -22,7 +22,40 @@ class MambaMixer2:
         x, B, C = y.split([self.heads * self.dim, self.groups * self.d_state, self.groups * self.d_state], -1)
         return x.unflatten(-1, (self.heads, -1)), B.unflatten(-1, (self.groups, -1)), C.unflatten(-1, (self.groups, -1))
 
-    def forward(self, rows, dt, conv_state, ssm_state, indices, starts, earlier, track=None):
+    def verify(self, rows, dt, conv_state, ssm_state, indices, kept, windows, own, *tree):
+        """A part of SGLang's forward(), for drafts: rows [requests, tokens, channels] and dt [requests, tokens, heads], whose states are kept in rows of others."""
+        trees = dict(zip(("retrieve_next_token", "retrieve_next_sibling", "retrieve_parent_token"), tree or [None] * 3))
+        places = dict(conv_state_indices=indices, intermediate_conv_window=windows, intermediate_state_indices=own)
+        run = globals()["causal_conv1d_update_triton"]
+        y = run(rows.transpose(1, 2), conv_state, self.weight, self.bias, "silu", **places, **trees).transpose(1, 2)
+        (x, B, C), (count, tokens) = self.split(y), rows.shape[:2]
+        out = torch.zeros(count, tokens, self.heads, self.dim, device=rows.device)
+        A = self.A[:, None, None].expand(-1, self.dim, self.d_state)
+        wide = [z[..., None].expand(*z.shape, self.dim) for z in (dt, self.D, self.dt_bias)]
+        selective_state_update(
+            ssm_state,
+            x,
+            wide[0],
+            A,
+            B,
+            C,
+            wide[1],
+            z=None,
+            dt_bias=wide[2],
+            dt_softplus=True,
+            state_batch_indices=indices,
+            out=out,
+            disable_state_update=True,
+            intermediate_states_buffer=kept,
+            cache_steps=tokens,
+            retrieve_parent_token=trees["retrieve_parent_token"],
+            intermediate_state_indices=own,
+        )
+        return out
+
+    def forward(self, rows, dt, conv_state, ssm_state, indices, starts, earlier, *drafts, track=None):
+        if drafts:
+            return self.verify(rows, dt, conv_state, ssm_state, indices, *drafts)
         out = torch.zeros(len(rows), self.heads, self.dim, device=rows.device)
         if starts is not None:
             run = globals()["causal_conv1d_fn_triton" if self.use_triton else "causal_conv1d_fn"]
