@@ -50,6 +50,10 @@ inline Floats load_floats(const float* p, int n) { return load_vector<kF32>(rein
 // Rows of vectors, whose tails are zero.
 inline void load_vectors(const char* p, int type, int n, Floats* to) {
   const int vectors = (n + kLanes - 1) / kLanes;
+  if (type == kBf16 && n % kLanes == 0) {
+    for (int i = 0; i < vectors; ++i) to[i] = load_vector<kBf16>(p + 2l * i * kLanes, kLanes);
+    return;
+  }
   to[vectors - 1] = Floats{};
   load_row(p, element_size(type), type, n, reinterpret_cast<float*>(to));
 }

@@ -60,11 +60,15 @@ long tile_scratch_bytes(int dim_k, int values, int heads) {
 
 // --- numbers as sums of numbers of bf16
 
-// Takes what bf16 holds of a vector from it, as its codes. What is left of an infinite number is none.
+// What is left of numbers without one of their parts; of an infinite number that is none.
+inline Floats rest_of(Floats x, __m512i part) {
+  const Floats rest = x - (Floats)part;
+  return chosen(rest == rest, rest, Floats{});
+}
+// Takes what bf16 holds of a vector from it, as its codes.
 inline __m256i take_part(Floats& x) {
   const __m256i codes = (__m256i)_mm512_cvtneps_pbh((__m512)x);
-  const Floats rest = x - (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(codes), 16);
-  x = chosen(rest == rest, rest, Floats{});
+  x = rest_of(x, _mm512_slli_epi32(_mm512_cvtepu16_epi32(codes), 16));
   return codes;
 }
 // 16 numbers to the same place of each part.
@@ -75,8 +79,9 @@ inline void store_parts(Floats x, u16 (&to)[parts][rows][pitch], int row, int co
 // Two tokens' numbers of 16 values.
 inline void store_token_pairs(Floats first, Floats second, TokenPairs* to, int parts, int pair, int column) {
   for (int part = 0; part < parts; ++part) {
-    const __m512i low = _mm512_cvtepu16_epi32(take_part(first)), high = _mm512_cvtepu16_epi32(take_part(second));
-    _mm512_storeu_si512(to[part][pair] + column, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    const __m512i pairs = PairProducts::pairs_of(first, second);
+    _mm512_storeu_si512(to[part][pair] + column, pairs);
+    first = rest_of(first, _mm512_slli_epi32(pairs, 16)), second = rest_of(second, _mm512_and_si512(pairs, _mm512_set1_epi32(~0xffff)));
   }
 }
 
@@ -142,13 +147,18 @@ void load_chunk(const RecurrentParams& p, int begin, int count, int key_head, Ti
   const int rows = rounded_up(count, kBlock), dim = rounded_up(p.dim_k, 2 * kTile), words = dim / 2, steps = dim / (2 * kTile);
   for (int t = 0; t < rows; ++t) {
     load_key_and_query(p, begin + t, t < count ? p.dim_k : 0, dim, key_head, t, pairs);
-    for (int w = 0; w < words; ++w) pairs.channels[w][t] = pairs.k[t][w];
   }
-  for (int w = 0; w < words; ++w)
-    for (int t = 0; t < rows; t += kLanes) {
-      const __m512i both = _mm512_loadu_si512(pairs.channels[w] + t);
-      _mm256_storeu_si256((__m256i*)(c.channels[0][2 * w] + t), _mm512_cvtepi32_epi16(both));
-      _mm256_storeu_si256((__m256i*)(c.channels[0][2 * w + 1] + t), _mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16)));
+  for (int t = 0; t < rows; t += kLanes)
+    for (int w = 0; w < words; w += kLanes) {
+      Floats block[kLanes];
+      for (int r = 0; r < kLanes; ++r) block[r] = (Floats)_mm512_loadu_si512(pairs.k[t + r] + w);
+      transpose_lanes(block);
+      for (int r = 0; r < kLanes; ++r) {
+        const __m512i both = (__m512i)block[r];
+        _mm512_storeu_si512(pairs.channels[w + r] + t, both);
+        _mm256_storeu_si256((__m256i*)(c.channels[0][2 * (w + r)] + t), _mm512_cvtepi32_epi16(both));
+        _mm256_storeu_si256((__m256i*)(c.channels[0][2 * (w + r) + 1] + t), _mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16)));
+      }
     }
   float block[4 * kTileFloats];
   for (int t = 0; t < rows; t += kTile)
@@ -240,7 +250,7 @@ void run_rows(const RecurrentParams& p, const ChunkPanel& panel, int t, const Ch
   store_sums(y, out[0]);
   for (int r = 0; r < there; ++r) {
     char* const to = p.out + (panel.begin + t + r) * p.out_token_stride + panel.head * p.out_head_stride + panel.first * size;
-    store_row(to, size, p.type, panel.values, out[r]);
+    store_value_row(to, p.type, panel.values, out[r]);
   }
 }
 

@@ -21,6 +21,16 @@ struct ChunkPanel {
   float* state;
 };
 
+// The values of a token, of a panel; whole rows of bf16 as vectors.
+[[gnu::always_inline]] inline void load_value_row(const char* p, int type, int n, float* to) {
+  if (type != kBf16 || n != kColumns) return load_row(p, element_size(type), type, n, to);
+  for (int i = 0; i < kColumns; i += kLanes)
+    store_vector<kF32>(load_vector<kBf16>(p + 2l * i, kLanes), kLanes, reinterpret_cast<char*>(to + i));
+}
+[[gnu::always_inline]] inline void store_value_row(char* p, int type, int n, const float* from) {
+  if (type != kBf16 || n != kColumns) return store_row(p, element_size(type), type, n, from);
+  for (int i = 0; i < kColumns; i += kLanes) store_vector<kBf16>(load_floats(from + i, kLanes), kLanes, p + 2l * i);
+}
 // Values of tokens [t, t + there) of the chunk, zeros behind them.
 [[gnu::always_inline]] inline void load_values(const RecurrentParams& p, const ChunkPanel& panel, int t, int there,
                                                float (&to)[kRows][kColumns]) {
@@ -29,7 +39,7 @@ struct ChunkPanel {
     const int n = r < there ? panel.values : 0;
     if (n > 0) {
       const char* const v = p.v + (panel.begin + t + r) * p.v_token_stride + panel.head * p.v_head_stride + panel.first * size;
-      load_row(v, size, p.type, n, to[r]);
+      load_value_row(v, p.type, n, to[r]);
     }
     for (int i = n; i < kColumns; ++i) to[r][i] = 0.f;
   }
@@ -100,7 +110,7 @@ void run_panel(const RecurrentParams& p, const ChunkPanel& panel, ChunkScratch<P
     store_sums(y, out[0]);
     for (int r = 0; r < there; ++r) {
       char* const to = p.out + (panel.begin + t + r) * p.out_token_stride + panel.head * p.out_head_stride + panel.first * size;
-      store_row(to, size, p.type, panel.values, out[r]);
+      store_value_row(to, p.type, panel.values, out[r]);
     }
   }
   const auto written = [&](int t, int half) { return load_floats(c.u[t] + half, kLanes) * w.written[t]; };
@@ -145,6 +155,18 @@ void move_states(const RecurrentParams& p, const RecurrentItem& item, int head, 
   if (load)
     for (long i = 0; i < panel * panels_of(v_end - v_begin); ++i) states[i] = 0.f;
   if (load && item.fresh) return;
+  if (p.state_type == kF32 && !p.k_first && place.n % kLanes == 0 && place.rows % kLanes == 0) {
+    for (int r = 0; r < place.rows; r += kLanes)
+      for (int k = 0; k < place.n; k += kLanes) {
+        Floats block[kLanes];
+        const auto in_row = [&](int i) { return reinterpret_cast<float*>(place.at + (r + i) * place.row_bytes) + k; };
+        const auto in_panel = [&](int i) { return states + r / kColumns * panel + (k + i) * long(kColumns) + r % kColumns; };
+        for (int i = 0; i < kLanes; ++i) block[i] = load_floats(load ? in_row(i) : in_panel(i), kLanes);
+        transpose_lanes(block);
+        for (int i = 0; i < kLanes; ++i) store_vector<kF32>(block[i], kLanes, reinterpret_cast<char*>(load ? in_panel(i) : in_row(i)));
+      }
+    return;
+  }
   float row[kRecurrentDim];
   const auto move = [](float& in_row, float& in_panel) { load ? in_panel = in_row : in_row = in_panel; };
   for (int r = 0; r < place.rows; ++r) {
@@ -177,6 +199,8 @@ void run_recurrent_chunks(const RecurrentParams& p, const RecurrentItem& item, i
     prefetch_rows(p.q + next * p.q_token_stride + head_begin / p.group * p.q_head_stride, p.q_token_stride, ahead, p.dim_k * size);
     for (int head = head_begin; head < head_end; ++head) {
       prefetch_rows(p.v + begin * p.v_token_stride + head * p.v_head_stride + v_begin * size, p.v_token_stride, count,
+                    (v_end - v_begin) * size);
+      prefetch_rows(p.out + begin * p.out_token_stride + head * p.out_head_stride + v_begin * size, p.out_token_stride, count,
                     (v_end - v_begin) * size);
       if constexpr (Scratch::kChannelDecays) {
         has_channel_decays(p) ? make_channel_weights(p, begin, count, head, c) : make_weights(p, begin, count, head, c);

@@ -40,14 +40,20 @@ struct PairProducts {
   static Vector all(Word x) { return _mm512_set1_epi32(int(x)); }
   static Floats add(Floats sum, Vector a, Vector b) { return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
   static void load_key(const char* p, int, int dim, int end, Word* to) {
-    u16* const numbers = reinterpret_cast<u16*>(to);
-    __builtin_memcpy(numbers, p, 2ul * dim);
-    for (int i = dim; i < end; ++i) numbers[i] = 0;
+    for (int i = 0; i < end; i += 2 * kLanes) {  // rows of words are whole vectors
+      const int there = dim - i;
+      const u32 mask = there >= 2 * kLanes ? ~0u : there > 0 ? (1u << there) - 1 : 0u;
+      _mm512_storeu_si512(to + i / 2, _mm512_maskz_loadu_epi16(mask, p + 2l * i));
+    }
   }
-  static __m512i codes(Floats x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)); }
-  static void store_pairs(Word* to, Floats first, Floats second) {
-    _mm512_storeu_si512(to, _mm512_or_si512(codes(first), _mm512_slli_epi32(codes(second), 16)));
+  // Words of the rounded numbers of two vectors, the first one's in the lower halves.
+  static Vector pairs_of(Floats first, Floats second) {
+    const __m512i codes = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    return _mm512_permutexvar_epi16(_mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20,
+                                                     4, 19, 3, 18, 2, 17, 1, 16, 0),
+                                    codes);
   }
+  static void store_pairs(Word* to, Floats first, Floats second) { _mm512_storeu_si512(to, pairs_of(first, second)); }
 };
 #endif
 
