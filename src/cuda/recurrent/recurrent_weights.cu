@@ -11,9 +11,8 @@
 namespace imbrex::cuda {
 
 constexpr int kThreads = kRecurrentWeightsThreads, kWarps = kThreads / 32;
-constexpr int kBlocksTogether = kArch != 900                              ? 3
-                                : kDelta && (kShared == 1 || kDimK < 128) ? 4
-                                                                          : 5;  // with registers and memory on a multiprocessor
+// Blocks that a multiprocessor has registers and memory for.
+constexpr int kOnHopper = kDelta && (kShared == 1 || kDimK < 128) ? 4 : 5, kBlocksTogether = kArch == 900 ? kOnHopper : 3;
 static_assert(kWarps == kBlocks);
 
 // Of a value head: sums of its tokens' logarithms (to base 2), and what is multiplied to values.
