@@ -12,7 +12,7 @@ namespace imbrex::cuda {
 
 constexpr int kThreads = kRecurrentWeightsThreads, kWarps = kThreads / 32;
 // Blocks that a multiprocessor has registers and memory for.
-constexpr int kOnHopper = kDelta && (kShared == 1 || kDimK < 128) ? 4 : 5, kBlocksTogether = kArch == 900 ? kOnHopper : 3;
+constexpr int kOnHopper = (kDelta ? kShared == 1 || kDimK < 128 : kNorms) ? 4 : 5, kBlocksTogether = kArch == 900 ? kOnHopper : 3;
 static_assert(kWarps == kBlocks);
 
 // Of a value head: sums of its tokens' logarithms (to base 2), and what is multiplied to values.
