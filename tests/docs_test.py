@@ -248,9 +248,22 @@ def check_aliases(root):
                 yield f"docs/coming-from-{origin}.md: the alias {name} is missing under Backend names"
 
 
+def check_quirks(root):
+    """Every row of docs/quirks.md names tests, and each is there."""
+    sources = "\n".join(p.read_text() for p in sorted((root / "tests").rglob("*.cpp")))
+    tests = {"::".join(names) for names in re.findall(r"\bTEST(?:_[FP])?\((\w+),\s*(\w+)\)", sources)}
+    for row in re.findall(r"^\| .*\|$", (root / "docs/quirks.md").read_text(), re.M):
+        named = SPAN.findall(cells(row)[-1])
+        if not named and cells(row)[-1] != "test":
+            yield f"docs/quirks.md: no test in the row {row}"
+        for test in named:
+            if test not in tests:
+                yield f"docs/quirks.md: {test}: no such test"
+
+
 def main():
     root = Path(__file__).resolve().parents[1]
-    problems = [p for check in (check_paths, check_names, check_commands, check_links, check_columns, check_aliases) for p in check(root)]
+    problems = [p for check in (check_paths, check_names, check_commands, check_links, check_columns, check_aliases, check_quirks) for p in check(root)]
     for problem in problems:
         print(problem)
     print(f"docs: {len(problems)} problems")
