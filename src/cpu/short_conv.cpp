@@ -23,6 +23,8 @@ extern const ShortConvKernels short_conv_generic, short_conv_avx2, short_conv_av
 
 namespace {
 
+// Outputs of a step that are more than this leave the caches before they are read, and the lines that they take are better not read first.
+constexpr int64_t kPastCaches = 16 << 20, kLineBytes = 64;
 constexpr int kTaskTokens = 64;  // of a task at least, where there are as many: weights are read once a task
 
 class ShortConvCpuPlan final : public ShortConvPlan {
@@ -39,6 +41,8 @@ class ShortConvCpuPlan final : public ShortConvPlan {
   void run(const ShortConvInputs& in, const ShortConvOutputs& out, Stream) const override {
     if (now_.items.empty()) return;
     check_run(spec_, {}, in, out, now_.step.num_tokens, now_.step.num_slots);
+    const int64_t out_stride = byte_stride(out.out, 0);
+    const bool aligned = reinterpret_cast<uintptr_t>(out.out.data) % kLineBytes == 0 && out_stride % kLineBytes == 0;
     const ShortConvParams params{.input = in.input.as<const char>(),
                                  .weight = in.weight.as<const char>(),
                                  .bias = in.bias.as<const char>(),
@@ -49,12 +53,13 @@ class ShortConvCpuPlan final : public ShortConvPlan {
                                  .weight_tap_stride = byte_stride(in.weight, 1),
                                  .state_slot_stride = byte_stride(in.state, 0),
                                  .state_row_stride = byte_stride(in.state, 1),
-                                 .out_stride = byte_stride(out.out, 0),
+                                 .out_stride = out_stride,
                                  .type = int(spec_.dtype),
                                  .dim = spec_.dim,
                                  .width = spec_.width,
                                  .gated = spec_.form == ShortConvForm::gated,
                                  .silu = spec_.activation == ShortConvActivation::silu,
+                                 .past_caches = aligned && int64_t(now_.step.num_tokens) * spec_.dim * size_of(spec_.dtype) >= kPastCaches,
                                  .tree = spec_.tree_drafts,
                                  .parent_rows = now_.step.parent_rows.empty() ? nullptr : now_.step.parent_rows.data()};
     const int64_t tiles = (spec_.dim + kShortConvDims - 1) / kShortConvDims, tasks = int64_t(now_.first_item.size() - 1) * tiles;

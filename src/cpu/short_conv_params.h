@@ -16,6 +16,7 @@ struct ShortConvParams {
   int dim, width;
   bool gated;              // rows of the input are B, C and x of a token, otherwise x
   bool silu;               // of the sums
+  bool past_caches;        // outputs, whose rows are aligned to a line of 64 bytes and in all more than caches hold
   bool tree;               // ShortConvSpec::tree_drafts
   const int* parent_rows;  // of the batch's tokens, as in StateStep; null: drafts begin from those in front of them
 };

@@ -54,6 +54,51 @@ TEST(ShortConv, CasesMatchTheReference) {
   EXPECT_GE(run, test::kEmulated ? 16 : 50);
 }
 
+// Outputs of many tokens are stored past the caches where their rows begin with a line, with the bits that they have elsewhere, and nothing
+// beside them.
+TEST(ShortConv, OutputsPastTheCachesAreTheSame) {
+  if (test::kEmulated) GTEST_SKIP() << "only x86 stores past its caches";
+  for (const DType dtype : {DType::bf16, DType::f32})
+    for (const ShortConvForm form : {ShortConvForm::gated, ShortConvForm::plain}) {
+      const ShortConvSpec spec{.dim = 2056, .width = 4, .dtype = dtype, .form = form};  // whose last vector is not full
+      const int size = size_of(dtype), parts = form == ShortConvForm::gated ? 3 : 1, row = 2112;
+      const int tokens = (16 << 20) / (spec.dim * size) + 3;
+      HostTensor input = HostTensor::make(dtype, {tokens, parts * spec.dim}), weight = HostTensor::make(dtype, {spec.dim, spec.width});
+      for (int64_t i = 0; i < input.num_elements(); ++i) input.set(i, float(i * 37 % 101) / 50 - 1);
+      for (int64_t i = 0; i < weight.num_elements(); ++i) weight.set(i, float(i * 29 % 67) / 33 - 1);
+      const std::vector<int32_t> starts{0, tokens}, lens{tokens}, slots{0};
+      Batch batch;
+      batch.query_start_loc = starts, batch.seq_lens = lens, batch.state_slots = slots;
+      for (const CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512}) {
+        DeviceInfo device = probe_cpu();
+        if (isa > device.isa) continue;
+        device.isa = isa;
+        const auto plan = find_backend<ShortConvFamily>(isa == CpuIsa::avx512 ? "cpu_avx512" : "cpu_generic")
+                              ->plan(spec, device, {.limits = {.max_num_reqs = 1, .max_num_tokens = tokens, .max_seq_len = tokens}});
+        plan->update(batch);
+        const auto outputs_at = [&](size_t offset) {
+          constexpr char kUntouched = 0x5a;
+          constexpr size_t kLine = 64;
+          const size_t bytes = size_t(tokens) * row * size_t(size);
+          std::vector<char> memory(bytes + 3 * kLine, kUntouched), out;
+          char* const begin = memory.data() + (kLine - reinterpret_cast<uintptr_t>(memory.data()) % kLine) % kLine + offset;
+          HostTensor state = HostTensor::make(dtype, {1, spec.width - 1, spec.dim});
+          TensorView view = TensorView::contiguous(begin, dtype, {tokens, row}).slice(1, 0, spec.dim);
+          plan->run({.input = input.view(), .weight = weight.view(), .bias = {}, .state = state.view()}, {.out = view});
+          int64_t changed = 0;
+          for (int token = 0; token < tokens; ++token) {
+            const char* const from = begin + size_t(token) * row * size_t(size);
+            out.insert(out.end(), from, from + spec.dim * size);
+            changed += (row - spec.dim) * size - std::count(from + spec.dim * size, from + row * size, kUntouched);
+          }
+          EXPECT_EQ(changed, 0);
+          return out;
+        };
+        EXPECT_TRUE(outputs_at(0) == outputs_at(size_t(size))) << spec.str() << " on " << to_string(isa);
+      }
+    }
+}
+
 TEST(ShortConv, WhatIsWrongIsRefusedAndTheStepBeforeStays) {
   const ShortConvSpec spec{.dim = 32, .num_drafts = 2};
   for (const std::string name : {"cpu_generic", "reference"}) {

@@ -8,6 +8,10 @@
 #include "cpu/kernels/exp_vectors.inl"
 // clang-format on
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace imbrex::cpu {
 namespace {
 
@@ -54,6 +58,36 @@ inline Floats output_of(Floats sum, const char* c, int n) {
   return sum;
 }
 
+// Past the caches, lines are not read before they are written.
+template <int type>
+inline void store_output([[maybe_unused]] const ShortConvParams& p, Floats y, int n, char* to) {
+#if defined(__AVX2__)
+  if (p.past_caches && n == kLanes) {
+    if constexpr (type == kF32) {
+#if defined(__AVX512F__)
+      return _mm512_stream_ps(reinterpret_cast<float*>(to), (__m512)y);
+#else
+      return _mm256_stream_ps(reinterpret_cast<float*>(to), (__m256)y);
+#endif
+    } else {
+      const Halves codes = __builtin_convertvector(to_codes<type>(y), Halves);
+#if defined(__AVX512F__)
+      return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)codes);
+#else
+      return _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)codes);
+#endif
+    }
+  }
+#endif
+  store_vector<type>(y, n, to);
+}
+// What was stored past the caches is there for other threads.
+inline void end_outputs([[maybe_unused]] const ShortConvParams& p) {
+#if defined(__AVX2__)
+  if (p.past_caches) _mm_sfence();
+#endif
+}
+
 constexpr int kTogether = 4;  // tokens of the plain form whose sums are computed side by side: they share weights, and most of their h
 
 // So many tokens from `input` on, as run_item() computes one. `next`: the rows that are read soon; `newest`: where the ring takes the next
@@ -82,7 +116,7 @@ void run_together(const ShortConvParams& p, const char* input, const char* const
         for (int t = 0; t < kTogether; ++t) {
           Floats y = tile.bias[i];
           for (int tap = 0; tap < width; ++tap) y += taps[tap] * h[t + tap];
-          store_vector<type>(output_of<type, code>(y, nullptr, n), n, out + t * p.out_stride + at);
+          store_output<type>(p, output_of<type, code>(y, nullptr, n), n, out + t * p.out_stride + at);
         }
         for (int k = 0; k < before; ++k) kept[k][i] = h[kTogether + k];
       });
@@ -105,7 +139,7 @@ inline __attribute__((always_inline)) void run_token(const ShortConvParams& p, i
     mine[i] = load_h<type, code>(p, b + at, n);
     Floats y = tile.bias[i];
     for (int tap = 0; tap < p.width; ++tap) y += tile.taps[tap][i] * rows[tap][i];
-    store_vector<type>(output_of<type, code>(y, b + at + p.dim * size, n), n, out + at);
+    store_output<type>(p, output_of<type, code>(y, b + at + p.dim * size, n), n, out + at);
   });
   newest = newest + 1 == p.width ? 0 : newest + 1;
 }
@@ -187,6 +221,7 @@ void run_items(const ShortConvParams& p, const ShortConvItem* items, int count, 
     const int after = items[i + 1 < count ? i + 1 : i].begin;  // the token that is asked for at the end
     run_item<type, code>(p, items[i], p.input + after * p.input_stride + dim_begin * size, dim_begin, dims, tile);
   }
+  end_outputs(p);
 }
 
 template <int code>

@@ -39,7 +39,7 @@ inline Words to_codes(Floats f) {
   const Words u = (Words)f;
   if constexpr (type == kBf16) {
     const Words rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-    return (u & 0x7fffffff) > 0x7f800000u ? (u >> 16) | 0x40 : rounded;
+    return f != f ? (u >> 16) | 0x40 : rounded;
   } else {
     return f16_codes<Words>(f);
   }
