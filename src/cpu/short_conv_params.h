@@ -4,9 +4,7 @@
 
 namespace imbrex::cpu {
 
-constexpr int kShortConvDims = 1024;  // channels that a call works on at most
-constexpr int kShortConvWidth = 8;    // ShortConvSpec::width at most
-constexpr int kShortConvTokens = 64;  // of an item at most
+constexpr int kShortConvWidth = 8;  // ShortConvSpec::width at most
 
 struct ShortConvParams {
   const char *input, *weight, *bias;  // bias null: none
@@ -32,8 +30,9 @@ struct ShortConvItem {
 
 struct ShortConvKernels {
   const char* isa;
-  // Items in order, for channels [dim_begin, dim_end), at most kShortConvDims of them.
-  void (*run)(const ShortConvParams&, const ShortConvItem* items, int count, int dim_begin, int dim_end);
+  // Items in order, for channels [dim_begin, dim_end). `scratch`: scratch_bytes() of these, aligned to a line of 64 bytes.
+  void (*run)(const ShortConvParams&, const ShortConvItem* items, int count, int dim_begin, int dim_end, char* scratch);
+  long (*scratch_bytes)(int dims, int width);
 };
 
 }  // namespace imbrex::cpu

@@ -5,238 +5,249 @@
 // clang-format off
 #include "cpu/kernels/convert.inl"
 #include "cpu/kernels/vectors.inl"
+#include "cpu/kernels/pairs.inl"
 #include "cpu/kernels/exp_vectors.inl"
 // clang-format on
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 namespace imbrex::cpu {
 namespace {
-
-// Vectors of a row, a cache line longer than its channels: rows at distances of whole memory pages would all use the same few lines of L1.
-constexpr int kRowVectors = (kShortConvDims * 4 + 64) / int(sizeof(Floats));
-
-// Channels of one call: weights by tap, and the last `width` rows of h, in a ring.
-struct ShortConvTile {
-  Floats taps[kShortConvWidth][kRowVectors];
-  Floats bias[kRowVectors];
-  Floats h[kShortConvWidth][kRowVectors];
-};
 
 // What is computed, besides the type: a kernel is compiled for each.
 enum ShortConvCode { kGated, kPlain, kPlainSilu };
 constexpr int parts_of(int code) { return code == kGated ? 3 : 1; }  // rows of `dim` channels that the input has of a token
 
-// Computes h of n channels of a token, from its B on; rounded as the state is. In the plain form it is there.
-template <int type, int code>
-inline Floats load_h(const ShortConvParams& p, const char* b, int n) {
-  constexpr long size = type == kF32 ? 4 : 2;
-  if constexpr (code != kGated) return load_vector<type>(b, n);
-  const Floats product = load_vector<type>(b, n) * load_vector<type>(b + 2L * p.dim * size, n);
-  if constexpr (type == kF32) return product;
-  if constexpr (type == kBf16) return (Floats)(to_codes<type>(product) << 16);
-  const Halves codes = __builtin_convertvector(to_codes<type>(product), Halves);
-  return load_vector<type>(reinterpret_cast<const char*>(&codes), kLanes);
-}
+// The rows of floats that a call works with, of its channels: weights by tap, biases, h of the `width` - 1 tokens in front of the next one,
+// oldest first, and a row for what is at hand. They are a line of the cache longer than the channels: at distances of whole memory pages
+// they would all use the same few lines of L1.
+class ShortConvRows {
+ public:
+  static long row_bytes(int dims) { return (dims + kPairLanes - 1) / kPairLanes * long(sizeof(Pair)) + 64; }
+  static long bytes(int dims, int width) { return (2 * width + 1) * row_bytes(dims); }
+  ShortConvRows(char* memory, int dims, int width) : memory_(memory), row_bytes_(row_bytes(dims)), width_(width) {}
+  Pair* taps(int tap) const { return at(tap); }
+  Pair* bias() const { return at(width_); }
+  Pair* h(int i) const { return at(width_ + 1 + i); }  // i of `width` - 1: the row at hand
 
-// Calls visit(i, offset in bytes, n) for each vector of n channels.
+ private:
+  Pair* at(int row) const { return reinterpret_cast<Pair*>(memory_ + row * row_bytes_); }
+  char* memory_;
+  long row_bytes_;
+  int width_;
+};
+
+// Calls visit(i, offset in bytes, n) for each pair of n channels.
 template <int type, class Visit>
-inline void for_vectors(int dims, const Visit& visit) {
+inline void for_pairs(int dims, const Visit& visit) {
   constexpr long size = type == kF32 ? 4 : 2;
   int i = 0;
-  for (; (i + 1) * kLanes <= dims; ++i) visit(i, i * kLanes * size, kLanes);
-  if (i * kLanes < dims) visit(i, i * kLanes * size, dims - i * kLanes);
+  for (; (i + 1) * kPairLanes <= dims; ++i) visit(i, i * kPairLanes * size, kPairLanes);
+  if (i * kPairLanes < dims) visit(i, i * kPairLanes * size, dims - i * kPairLanes);
+}
+
+// Computes h of n channels of a token, from its B on; rounded as the state is. In the plain form it is there.
+template <int type, int code>
+inline Pair load_h(const ShortConvParams& p, const char* b, int n) {
+  constexpr long size = type == kF32 ? 4 : 2;
+  const Pair first = load_pair<type>(b, n);
+  if constexpr (code != kGated) return first;
+  const Pair x = load_pair<type>(b + 2L * p.dim * size, n), product = {first.a * x.a, first.b * x.b};
+  if constexpr (type == kF32) return product;
+  return pair_of<type>(codes_of<type>(product));
 }
 
 // What becomes of the sums of n channels of a token, which has its C at `c`.
 template <int type, int code>
-inline Floats output_of(Floats sum, const char* c, int n) {
-  if constexpr (code == kGated) return sum * load_vector<type>(c, n);
-  if constexpr (code == kPlainSilu) return sum / (exp_vector(-sum) + 1.f);
+inline Pair output_of(const Pair& sum, const char* c, int n) {
+  if constexpr (code == kGated) {
+    const Pair gate = load_pair<type>(c, n);
+    return {sum.a * gate.a, sum.b * gate.b};
+  }
+  if constexpr (code == kPlainSilu) return {sum.a / (exp_vector(-sum.a) + 1.f), sum.b / (exp_vector(-sum.b) + 1.f)};
   return sum;
 }
 
-// Past the caches, lines are not read before they are written.
 template <int type>
-inline void store_output([[maybe_unused]] const ShortConvParams& p, Floats y, int n, char* to) {
-#if defined(__AVX2__)
-  if (p.past_caches && n == kLanes) {
-    if constexpr (type == kF32) {
-#if defined(__AVX512F__)
-      return _mm512_stream_ps(reinterpret_cast<float*>(to), (__m512)y);
-#else
-      return _mm256_stream_ps(reinterpret_cast<float*>(to), (__m256)y);
-#endif
-    } else {
-      const Halves codes = __builtin_convertvector(to_codes<type>(y), Halves);
-#if defined(__AVX512F__)
-      return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)codes);
-#else
-      return _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)codes);
-#endif
-    }
-  }
-#endif
-  store_vector<type>(y, n, to);
-}
-// What was stored past the caches is there for other threads.
-inline void end_outputs([[maybe_unused]] const ShortConvParams& p) {
-#if defined(__AVX2__)
-  if (p.past_caches) _mm_sfence();
-#endif
+inline void store_output(const ShortConvParams& p, const Pair& y, int n, char* to) {
+  p.past_caches&& n == kPairLanes ? stream_pair<type>(y, to) : store_pair<type>(y, n, to);
 }
 
-constexpr int kTogether = 4;  // tokens of the plain form whose sums are computed side by side: they share weights, and most of their h
-
-// So many tokens from `input` on, as run_item() computes one. `next`: the rows that are read soon; `newest`: where the ring takes the next
-// row. Rows at distances of whole memory pages use the same few lines of L1, so they are fetched no further than L2. In the gated form
-// there would be too many of them at a time.
-template <int type, int code, int width>
-void run_together(const ShortConvParams& p, const char* input, const char* const (&next)[kTogether], char* out, int newest, int dims,
-                  ShortConvTile& tile) {
-  static_assert(code != kGated && kTogether >= width - 1);
-  constexpr int before = width - 1;
-  const Floats* old[before];  // oldest first
-  Floats* kept[before];
-  for (int i = 0; i < before; ++i) {
-    old[i] = tile.h[(newest + 1 + i) % width];
-    kept[i] = tile.h[(newest + kTogether - before + i) % width];
+// Where h of the tokens in front lies: in rows of floats.
+struct InRows {
+  const ShortConvRows& rows;
+  Pair load(int k, int i, long, int) const { return rows.h(k)[i]; }
+  void store(int k, int i, long, int, const Pair& h) const { rows.h(k)[i] = h; }
+};
+// Or in the state, which is written in the place of what is read. `from` null: there is none. `next`: the state that is read soon.
+template <int type>
+struct InState {
+  const char *from, *next;
+  char* to;
+  long row_stride;
+  Pair load(int k, int, long at, int n) const {
+    __builtin_prefetch(next + k * row_stride + at, 0, 2);
+    return from == nullptr ? Pair{} : load_pair<type>(from + k * row_stride + at, n);
   }
-  for_vectors<type>(
+  void store(int k, int, long at, int n, const Pair& h) const { store_pair<type>(h, n, to + k * row_stride + at); }
+};
+
+// The outputs of `count` tokens from `input` on, whose sums are computed side by side: they share weights, and most of their h.
+// `next`: the rows that are read soon. Rows at distances of whole memory pages use the same few lines of L1, so they are fetched no further
+// than L2. `known_width`: 0 for any.
+template <int type, int code, int known_width, int count, class History>
+inline __attribute__((always_inline)) void run_tokens(const ShortConvParams& p, const char* input, const char* const (&next)[count],
+                                                      char* out, int dims, const ShortConvRows& rows, const History& history) {
+  constexpr long size = type == kF32 ? 4 : 2;
+  const int width = known_width == 0 ? p.width : known_width, before = width - 1;
+  for_pairs<type>(
       dims, [&](int i, long at, int n) __attribute__((always_inline)) {
-        Floats taps[width], h[before + kTogether];
-        for (int tap = 0; tap < width; ++tap) taps[tap] = tile.taps[tap][i];
-        for (int k = 0; k < before; ++k) h[k] = old[k][i];
-        for (int t = 0; t < kTogether; ++t) {
-          __builtin_prefetch(next[t] + at, 0, 2);
-          h[before + t] = load_vector<type>(input + t * p.input_stride + at, n);
+        Pair h[(known_width == 0 ? kShortConvWidth : known_width) - 1 + count];
+        for (int k = 0; k < before; ++k) h[k] = history.load(k, i, at, n);
+        for (int t = 0; t < count; ++t) {
+          for (int part = 0; part < parts_of(code); ++part) __builtin_prefetch(next[t] + at + long(part) * p.dim * size, 0, 2);
+          h[before + t] = load_h<type, code>(p, input + t * p.input_stride + at, n);
         }
-        for (int t = 0; t < kTogether; ++t) {
-          Floats y = tile.bias[i];
-          for (int tap = 0; tap < width; ++tap) y += taps[tap] * h[t + tap];
-          store_output<type>(p, output_of<type, code>(y, nullptr, n), n, out + t * p.out_stride + at);
+        Pair y[count];
+        for (int t = 0; t < count; ++t) {
+          y[t] = rows.bias()[i];
+          for (int tap = 0; tap < width; ++tap) {
+            const Pair& w = rows.taps(tap)[i];
+            y[t].a += w.a * h[t + tap].a, y[t].b += w.b * h[t + tap].b;
+          }
+          y[t] = output_of<type, code>(y[t], input + t * p.input_stride + at + p.dim * size, n);
         }
-        for (int k = 0; k < before; ++k) kept[k][i] = h[kTogether + k];
+        for (int t = 0; t < count; ++t) store_output<type>(p, y[t], n, out + t * p.out_stride + at);
+        for (int k = 0; k < before; ++k) history.store(k, i, at, n, h[count + k]);
       });
 }
 
-// A token's output. `newest`: where the ring takes the token's h; it becomes the place for the next one's. `next`: the rows that are read
-// soon.
-template <int type, int code>
-inline __attribute__((always_inline)) void run_token(const ShortConvParams& p, int token, const char* next, int dim, int dims, int& newest,
-                                                     ShortConvTile& tile) {
-  constexpr long size = type == kF32 ? 4 : 2;
-  const char* const b = p.input + token * p.input_stride + dim * size;
-  char* const out = p.out + token * p.out_stride + dim * size;
-  const Floats* rows[kShortConvWidth];  // oldest first
-  for (int i = 0, row = newest; i < p.width; ++i) rows[i] = tile.h[row = row + 1 == p.width ? 0 : row + 1];
-  Floats* const mine = tile.h[newest];
-  for_vectors<type>(dims, [&](int i, long at, int n) {
-    // Rows of different tokens are memory pages apart, so the processor does not prefetch them.
-    for (int part = 0; part < parts_of(code); ++part) __builtin_prefetch(next + at + long(part) * p.dim * size);
-    mine[i] = load_h<type, code>(p, b + at, n);
-    Floats y = tile.bias[i];
-    for (int tap = 0; tap < p.width; ++tap) y += tile.taps[tap][i] * rows[tap][i];
-    store_output<type>(p, output_of<type, code>(y, b + at + p.dim * size, n), n, out + at);
-  });
-  newest = newest + 1 == p.width ? 0 : newest + 1;
-}
+// Tokens that are computed side by side. In the gated form two bring as many rows from memory as four do in the plain one, which are better
+// by a fifth than two there.
+constexpr int together_of(int code) { return code == kGated ? 2 : 4; }
 
-// Drafts that may be a tree: each begins from the rows of the token that it follows, and leaves its own.
-template <int type, int code>
-__attribute__((noinline)) void run_drafts(const ShortConvParams& p, const ShortConvItem& item, const char* after, int dim, int dims,
-                                          ShortConvTile& tile) {
-  constexpr long size = type == kF32 ? 4 : 2;
-  const int before = p.width - 1;
-  char* const state = p.state + item.slot * p.state_slot_stride + dim * size;
-  for (int number = 1; number <= item.drafts; ++number) {
-    const int token = item.request_end + number - 1, from = p.parent_rows != nullptr ? p.parent_rows[token] : number - 1;
-    for (int i = 0; i < before; ++i)
-      for_vectors<type>(
-          dims, [&](int v, long at, int n) { tile.h[i][v] = load_vector<type>(state + (from * before + i) * p.state_row_stride + at, n); });
-    int newest = before;
-    run_token<type, code>(p, token, after, dim, dims, newest, tile);
-    for (int i = 0; i < before; ++i)
-      for_vectors<type>(dims, [&](int v, long at, int n) {
-        store_vector<type>(tile.h[1 + i][v], n, state + (number * before + i) * p.state_row_stride + at);
-      });
-  }
-}
-
-template <int type, int code>
-void run_item(const ShortConvParams& p, const ShortConvItem& item, const char* after, int dim, int dims, ShortConvTile& tile) {
-  constexpr long size = type == kF32 ? 4 : 2;
-  const int before = p.width - 1;
-  char* const state = p.state + item.slot * p.state_slot_stride + dim * size;
-  const char* const source =
-      p.state + item.source * p.state_slot_stride + item.first_row * (p.tree ? before : 1) * p.state_row_stride + dim * size;
-  const auto row_of = [&](int token) { return p.input + token * p.input_stride + dim * size; };
-  // The row of h of a token of the step, or of an earlier token.
-  const auto load_row_h = [&](int token, Floats* h) {
-    const char* const b = row_of(token < item.request_begin ? item.request_begin : token);
-    const char* const gone = source + (before - (item.request_begin - token)) * p.state_row_stride;
-    for_vectors<type>(dims, [&](int i, long at, int n) {
-      h[i] = token >= item.request_begin ? load_h<type, code>(p, b + at, n) : item.fresh ? Floats{} : load_vector<type>(gone + at, n);
+// A call's channels of the items' tokens.
+template <int type, int code, int known_width>
+class ShortConvCall {
+ public:
+  ShortConvCall(const ShortConvParams& p, int dim_begin, int dim_end, char* scratch)
+      : p_(p), dim_(dim_begin), dims_(dim_end - dim_begin), rows_(scratch, dims_, p.width) {
+    for (int tap = 0; tap < p.width; ++tap)
+      for_pairs<type>(dims_, [&](int i, long, int n) { rows_.taps(tap)[i] = load_weights(dim_ + i * kPairLanes, tap, n); });
+    for_pairs<type>(dims_, [&](int i, long at, int n) {
+      rows_.bias()[i] = p.bias == nullptr ? Pair{} : load_pair<type>(p.bias + dim_ * kSize + at, n);
     });
-  };
-  for (int i = 0; i < before; ++i) load_row_h(item.begin - before + i, tile.h[i]);
-  int newest = before, t = item.begin;  // where the ring takes the next row
-  if constexpr (code != kGated) {       // of the usual widths
-    const auto run = p.width == 3 ? run_together<type, code, 3> : p.width == 4 ? run_together<type, code, 4> : nullptr;
-    for (; run != nullptr && t + kTogether <= item.end; t += kTogether) {
+  }
+
+  void run(const ShortConvItem* items, int count) const {
+    for (int i = 0; i < count; ++i) run_item(items[i], items[i + 1 < count ? i + 1 : i]);
+    if (p_.past_caches) end_stream();
+  }
+
+ private:
+  static constexpr long kSize = type == kF32 ? 4 : 2;
+  static constexpr int kTogether = together_of(code);
+
+  Pair load_weights(int dim, int tap, int n) const {
+    char run[kPairLanes * kSize];
+    const char* from = p_.weight + dim * p_.weight_dim_stride + tap * p_.weight_tap_stride;
+    for (int i = 0; i < n; ++i, from += p_.weight_dim_stride) __builtin_memcpy(run + i * kSize, from, kSize);
+    return load_pair<type>(run, n);
+  }
+
+  const char* row_of(int token) const { return p_.input + token * p_.input_stride + dim_ * kSize; }
+  char* out_of(int token) const { return p_.out + token * p_.out_stride + dim_ * kSize; }
+  char* state_of(const ShortConvItem& item) const { return p_.state + item.slot * p_.state_slot_stride + dim_ * kSize; }
+  const char* source_of(const ShortConvItem& item) const {
+    const int row = item.first_row * (p_.tree ? p_.width - 1 : 1);
+    return p_.state + item.source * p_.state_slot_stride + row * p_.state_row_stride + dim_ * kSize;
+  }
+
+  // The row of h of a token of the step, or of an earlier token.
+  void load_row(const ShortConvItem& item, int token, Pair* h) const {
+    const char* const b = row_of(token < item.request_begin ? item.request_begin : token);
+    const char* const gone = source_of(item) + (p_.width - 1 - (item.request_begin - token)) * p_.state_row_stride;
+    for_pairs<type>(dims_, [&](int i, long at, int n) {
+      h[i] = token >= item.request_begin ? load_h<type, code>(p_, b + at, n) : item.fresh ? Pair{} : load_pair<type>(gone + at, n);
+    });
+  }
+  void store_row(const Pair* h, char* to) const {
+    for_pairs<type>(dims_, [&](int i, long at, int n) { store_pair<type>(h[i], n, to + at); });
+  }
+
+  // As many tokens from `token` on as rows are said to be read soon.
+  template <int count, class History>
+  void run_some(int token, const char* const (&next)[count], const History& history) const {
+    run_tokens<type, code, known_width>(p_, row_of(token), next, out_of(token), dims_, rows_, history);
+  }
+
+  // A request of one token: what is read of its state and what is written meet in one pass.
+  void run_alone(const ShortConvItem& item, const ShortConvItem& after) const {
+    const char* const next[] = {row_of(after.begin)};
+    run_some(item.begin, next,
+             InState<type>{item.fresh ? nullptr : source_of(item), source_of(after), state_of(item), p_.state_row_stride});
+  }
+
+  // `after`: the item that comes next.
+  void run_item(const ShortConvItem& item, const ShortConvItem& after) const {
+    const int before = p_.width - 1;
+    if (item.begin == item.request_begin && item.request_end == item.begin + 1 && item.drafts == 0) return run_alone(item, after);
+    for (int i = 0; i < before; ++i) load_row(item, item.begin - before + i, rows_.h(i));
+    const char* const last = row_of(after.begin);
+    const auto next_of = [&](int token) { return token < item.end ? row_of(token) : last; };
+    int t = item.begin;
+    for (; t + kTogether <= item.end; t += kTogether) {
       const char* next[kTogether];
-      for (int i = 0; i < kTogether; ++i) next[i] = t + kTogether + i < item.end ? row_of(t + kTogether + i) : after;
-      run(p, row_of(t), next, p.out + t * p.out_stride + dim * size, newest, dims, tile);
-      newest = (newest + kTogether) % p.width;
+      for (int i = 0; i < kTogether; ++i) next[i] = next_of(t + kTogether + i);
+      run_some(t, next, InRows{rows_});
+    }
+    for (; t < item.end; ++t) {
+      const char* const next[] = {next_of(t + 1)};
+      run_some(t, next, InRows{rows_});
+    }
+    if (item.begin != item.request_begin) return;
+    // Row i of the state becomes a later one of the old state, which is not written yet, or h of a token.
+    const int drafts = p_.tree ? 0 : item.drafts;
+    for (int i = 0; i < before + drafts; ++i) {
+      load_row(item, item.request_end - drafts - before + i, rows_.h(before));
+      store_row(rows_.h(before), state_of(item) + i * p_.state_row_stride);
+    }
+    if (p_.tree && item.drafts > 0) run_drafts(item, last);
+  }
+
+  // Drafts that may be a tree: each begins from the rows of the token that it follows, and leaves its own.
+  __attribute__((noinline)) void run_drafts(const ShortConvItem& item, const char* last) const {
+    const long rows_stride = (p_.width - 1) * p_.state_row_stride;
+    char* const state = state_of(item);
+    for (int number = 1; number <= item.drafts; ++number) {
+      const int token = item.request_end + number - 1, from = p_.parent_rows != nullptr ? p_.parent_rows[token] : number - 1;
+      const char *const next[] = {last}, *const parent = state + from * rows_stride;
+      run_some(token, next, InState<type>{parent, parent, state + number * rows_stride, p_.state_row_stride});
     }
   }
-  for (; t < item.end; ++t) run_token<type, code>(p, t, t + 1 < item.end ? row_of(t + 1) : after, dim, dims, newest, tile);
-  if (item.begin != item.request_begin) return;
-  // Row i of the state becomes a later one of the old state, which is not written yet, or h of a token.
-  const int drafts = p.tree ? 0 : item.drafts;
-  for (int i = 0; i < before + drafts; ++i) {
-    Floats* const h = tile.h[0];
-    load_row_h(item.request_end - drafts - before + i, h);
-    for_vectors<type>(dims, [&](int v, long at, int n) { store_vector<type>(h[v], n, state + i * p.state_row_stride + at); });
-  }
-  if (p.tree && item.drafts > 0) run_drafts<type, code>(p, item, after, dim, dims, tile);
-}
 
-template <int type, int code>
-void run_items(const ShortConvParams& p, const ShortConvItem* items, int count, int dim_begin, int dim_end) {
-  constexpr long size = type == kF32 ? 4 : 2;
-  const int dims = dim_end - dim_begin;
-  ShortConvTile tile;
-  for (int tap = 0; tap < p.width; ++tap) {
-    float* const taps = reinterpret_cast<float*>(tile.taps[tap]);
-    for (int d = 0; d < dims; ++d)
-      taps[d] = load_element(p.weight + (dim_begin + d) * p.weight_dim_stride + tap * p.weight_tap_stride, type);
-  }
-  for_vectors<type>(dims, [&](int i, long at, int n) {
-    tile.bias[i] = p.bias == nullptr ? Floats{} : load_vector<type>(p.bias + dim_begin * size + at, n);
-  });
-  for (int i = 0; i < count; ++i) {
-    const int after = items[i + 1 < count ? i + 1 : i].begin;  // the token that is asked for at the end
-    run_item<type, code>(p, items[i], p.input + after * p.input_stride + dim_begin * size, dim_begin, dims, tile);
-  }
-  end_outputs(p);
-}
+  const ShortConvParams& p_;
+  int dim_, dims_;
+  ShortConvRows rows_;
+};
 
-template <int code>
-void run_code(const ShortConvParams& p, const ShortConvItem* items, int count, int dim_begin, int dim_end) {
+template <int code, int known_width>
+void run_width(const ShortConvParams& p, const ShortConvItem* items, int count, int dim_begin, int dim_end, char* scratch) {
   switch (p.type) {
-    case kF32: run_items<kF32, code>(p, items, count, dim_begin, dim_end); break;
-    case kF16: run_items<kF16, code>(p, items, count, dim_begin, dim_end); break;
-    default: run_items<kBf16, code>(p, items, count, dim_begin, dim_end); break;
+    case kF32: return ShortConvCall<kF32, code, known_width>(p, dim_begin, dim_end, scratch).run(items, count);
+    case kF16: return ShortConvCall<kF16, code, known_width>(p, dim_begin, dim_end, scratch).run(items, count);
+    default: return ShortConvCall<kBf16, code, known_width>(p, dim_begin, dim_end, scratch).run(items, count);
   }
 }
-
-void run_short_conv(const ShortConvParams& p, const ShortConvItem* items, int count, int dim_begin, int dim_end) {
-  const auto run = p.gated ? run_code<kGated> : p.silu ? run_code<kPlainSilu> : run_code<kPlain>;
-  run(p, items, count, dim_begin, dim_end);
+template <int code>
+void run_code(const ShortConvParams& p, const ShortConvItem* items, int count, int dim_begin, int dim_end, char* scratch) {
+  const auto run = p.width == 3 ? run_width<code, 3> : p.width == 4 ? run_width<code, 4> : run_width<code, 0>;
+  run(p, items, count, dim_begin, dim_end, scratch);
 }
+
+void run_short_conv(const ShortConvParams& p, const ShortConvItem* items, int count, int dim_begin, int dim_end, char* scratch) {
+  const auto run = p.gated ? run_code<kGated> : p.silu ? run_code<kPlainSilu> : run_code<kPlain>;
+  run(p, items, count, dim_begin, dim_end, scratch);
+}
+long short_conv_scratch_bytes(int dims, int width) { return ShortConvRows::bytes(dims, width); }
 
 }  // namespace
 }  // namespace imbrex::cpu

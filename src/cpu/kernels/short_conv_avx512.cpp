@@ -4,6 +4,6 @@
 namespace imbrex::cpu {
 
 extern const ShortConvKernels short_conv_avx512;
-const ShortConvKernels short_conv_avx512 = {"avx512", run_short_conv};
+const ShortConvKernels short_conv_avx512 = {"avx512", run_short_conv, short_conv_scratch_bytes};
 
 }  // namespace imbrex::cpu
