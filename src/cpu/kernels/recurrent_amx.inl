@@ -228,23 +228,25 @@ void run_rows(const RecurrentParams& p, const ChunkPanel& panel, int t, const Ch
   const float skip = p.skip == nullptr ? 0.f : p.skip[panel.head];
   float given[kRows][kColumns], out[kRows][kColumns];
   load_values(p, panel, t, there, given);
-  Sums x, y;
+  Sums x;
   for (int r = 0; r < kRows; ++r)
     for (int i = 0; i < 2; ++i) {
-      const Floats v = load_floats(given[r] + i * kLanes, kLanes);
-      x.of[r][i] = v * w.values[t + r];
-      y.of[r][i] = of_block(c.of_queries, row + r, i) * w.outputs[t + r];
+      x.of[r][i] = load_floats(given[r] + i * kLanes, kLanes) * w.values[t + r];
       if (p.delta) x.of[r][i] -= of_block(c.of_keys, row + r, i) * w.known[t + r];
-      if (p.skip != nullptr) y.of[r][i] += v * skip;
-      if (first == 0) continue;
-      if (p.delta) x.of[r][i] += of_block(c.of_earlier, t - first + r, i);
-      y.of[r][i] += of_block(c.of_earlier, kTile + t - first + r, i);
+      if (p.delta && first > 0) x.of[r][i] += of_block(c.of_earlier, t - first + r, i);
     }
   if (p.delta) {
     add_products<FloatProducts, kTokenPitch, 1, kColumns>(x, w.a[t] + first, u[first], t - first);
     substitute(x, w, t);
   }
   store_sums(x, u[t]);
+  Sums y;
+  for (int r = 0; r < kRows; ++r)
+    for (int i = 0; i < 2; ++i) {
+      y.of[r][i] = of_block(c.of_queries, row + r, i) * w.outputs[t + r];
+      if (p.skip != nullptr) y.of[r][i] += load_floats(given[r] + i * kLanes, kLanes) * skip;
+      if (first > 0) y.of[r][i] += of_block(c.of_earlier, kTile + t - first + r, i);
+    }
   add_products<FloatProducts, kTokenPitch, 1, kColumns>(y, w.p[t] + first, u[first], t - first);
   add_own(y, w, t, u + t);
   store_sums(y, out[0]);

@@ -5,7 +5,7 @@ namespace imbrex::cpu {
 namespace {
 
 constexpr int kRows = kLanes == 16 ? 8 : 4, kColumns = 2 * kLanes;
-constexpr int kKeyPitch = kRecurrentDim + 16, kTokenPitch = kRecurrentChunk + 16;  // numbers of a row; not of 2^n bytes
+constexpr int kKeyPitch = kRecurrentDim + 32, kTokenPitch = kRecurrentChunk + 16;  // numbers of a row: lines of 64 bytes, not 2^n
 constexpr int kTokenVectors = kRecurrentChunk / kLanes;
 
 inline int rounded_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
