@@ -1,7 +1,9 @@
 #pragma once
-// What an engine does with a step before plans see it: it puts requests in order, and counts those of each phase. Functions of the host's
-// lists alone, with the results that vLLM's functions of the same names have.
+// What an engine does with a step before plans see it: it puts requests in order, counts those of each phase, and makes batches of parts of
+// it. Functions of the host's lists alone. Orders and counts are those of vLLM's functions of the same names.
+#include <array>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <utility>
 #include <vector>
@@ -48,5 +50,39 @@ PhaseCounts split_decodes_prefills_and_extends(std::span<const int32_t> query_st
 // own. `first_request` is added to all. Error batch.chunks.*
 std::vector<std::pair<int32_t, int32_t>> split_prefill_chunks(std::span<const int32_t> seq_lens, int64_t workspace,
                                                               int32_t first_request = 0);
+
+// --- batches that are parts of another
+
+// Which keys a request has in a part that lacks some of its query tokens, so that the others see what they see in the whole batch.
+enum class PartKeys : uint8_t {
+  up_to_queries,      // those up to the part's last query: for causal layers, and layers with a state. A part's tokens of a request follow
+                      // one another
+  all,                // all, where neither what a query sees nor its bias follows from its position
+  all_with_positions  // all, with the position of each query, which is made here where the batch has none: for specs with Mask::positions
+};
+// Those for a layer. Error batch.part.keys: positions count, keys behind a query are seen, and the batch does not say the positions. Such a
+// layer can be run in parts by the spec that is equal to it but for Mask::positions. Of latent attention: MlaSpec::latent_spec()
+PartKeys part_keys(const AttentionSpec&);
+
+// A batch made of another. It has views of that batch's arrays wherever they can be, and memory of its own where they cannot. Copies share
+// that memory.
+struct DerivedBatch {
+  Batch batch;
+  int first_request = 0;  // of the whole batch, that request 0 of this one is
+  int first_token = 0;    // of split_batch(): the token of the whole batch that token 0 of this one is
+  std::shared_ptr<const void> memory;
+};
+
+// Cuts a batch in parts in front of the given tokens, ascending: part i has the query tokens from cuts[i - 1] to cuts[i], and all requests
+// that have any of them. A cut may go through the tokens of a request, which then is in both parts. Requests without tokens stand in one
+// part, the earlier one where there are two; padding behind the tokens is the last part's. Every field is kept, with one exception:
+// kv_last_page_len, a check of seq_lens, is left out where these change.
+// Where parts run on two streams, the keys of all parts have to be written before queries of a request that is cut are run. Layers with a
+// state compute such a request in the order of the parts: the second begins from what the first has written. Its drafts stay together.
+// Error batch.part.*, and batch.* for lists that do not fit each other.
+std::vector<DerivedBatch> split_batch(const Batch&, PartKeys, std::span<const int32_t> cuts);
+std::array<DerivedBatch, 2> split_batch(const Batch&, PartKeys, int cut);
+// The end of a request that is nearest to a token: a cut there goes through no request. Of two the earlier one.
+int nearest_boundary(const Batch&, int token);
 
 }  // namespace imbrex
