@@ -85,4 +85,10 @@ std::array<DerivedBatch, 2> split_batch(const Batch&, PartKeys, int cut);
 // The end of a request that is nearest to a token: a cut there goes through no request. Of two the earlier one.
 int nearest_boundary(const Batch&, int token);
 
+// Keeps some query tokens of a batch, ascending, with all keys that these see: for layers that are computed for the tokens whose logits are
+// asked for alone, since their keys and values are those of an earlier layer. All requests stay, many of them without tokens. Row i of q
+// and out is of the token tokens[i]. Slots and mask rows that do not lie together are gathered, which needs host memory: a batch whose keys
+// are written already goes without slots. A request with a state keeps all its tokens, or none. Error batch.part.*, and as split_batch().
+DerivedBatch keep_tokens(const Batch&, PartKeys, std::span<const int32_t> tokens);
+
 }  // namespace imbrex

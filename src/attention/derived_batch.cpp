@@ -102,6 +102,13 @@ class Part {
     find_kept();
   }
 
+  // That no request with a state lacks some of its tokens.
+  void check_whole_states() const {
+    for (int r = first_; r < last_ && !whole_.state_slots.empty(); ++r)
+      check(kept(r).count == 0 || kept(r).count == whole_.query_len(r), "batch.part.states",
+            "expected all tokens of request {}, or none, since it has a state, got {} of {}", r, kept(r).count, whole_.query_len(r));
+  }
+
   DerivedBatch make() {
     part_ = whole_;
     take_lengths();
@@ -372,6 +379,23 @@ std::array<DerivedBatch, 2> split_batch(const Batch& batch, PartKeys keys, int c
   const int32_t cuts[] = {cut};
   std::vector<DerivedBatch> parts = split_batch(batch, keys, std::span<const int32_t>(cuts));
   return {std::move(parts[0]), std::move(parts[1])};
+}
+
+DerivedBatch keep_tokens(const Batch& batch, PartKeys keys, std::span<const int32_t> tokens) {
+  check_batch(batch, keys);
+  const int num_tokens = batch.num_tokens();
+  std::vector<TokenRange> ranges;
+  int next = 0;  // the least token that may follow
+  for (const int32_t t : tokens) {
+    check(t >= next && t < num_tokens, "batch.part.tokens", "expected rising tokens below {}, got {} where {} is the least that may follow",
+          num_tokens, t, next);
+    if (ranges.empty() || ranges.back().end != t) ranges.push_back({t, t});
+    ranges.back().end = next = t + 1;
+  }
+  const int first_token = ranges.empty() ? 0 : ranges[0].begin;
+  Part part(batch, keys, 0, batch.num_reqs(), std::move(ranges), first_token, false);
+  part.check_whole_states();
+  return part.make();
 }
 
 int nearest_boundary(const Batch& batch, int token) {
