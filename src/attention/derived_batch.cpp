@@ -12,7 +12,7 @@
 namespace imbrex {
 namespace {
 
-bool on_host(const TensorView& t) { return t.device.type == DeviceType::cpu; }
+bool in_host_memory(const TensorView& t) { return t.device.type == DeviceType::cpu; }
 
 // What a part has of its own.
 struct Memory {
@@ -193,7 +193,7 @@ class Part {
   // On a host the part's block lists begin at 0. A device's kernels read starts as they are, so that its arrays are views.
   void take_csr() {
     part_.kv_indptr = whole_.kv_indptr.slice(0, first_, last_ + 1);
-    if (!on_host(whole_.kv_indptr)) return;
+    if (!in_host_memory(whole_.kv_indptr)) return;
     const auto* starts = part_.kv_indptr.as<const int32_t>();
     const int32_t base = starts[0];
     if (base == 0) return;
@@ -212,7 +212,7 @@ class Part {
   // Rows of a request are as many as its keys, and end where those of the next one begin.
   void take_ragged() {
     part_.kv_start_loc = whole_.kv_start_loc.slice(0, first_, last_ + 1);
-    if (!shortened_ || !on_host(whole_.kv_start_loc)) return;
+    if (!shortened_ || !in_host_memory(whole_.kv_start_loc)) return;
     const auto* starts = part_.kv_start_loc.as<const int32_t>();
     memory_->kv_start_loc.assign(starts, starts + num_reqs() + 1);
     for (size_t i = 0; i < num_reqs(); ++i) {
@@ -227,7 +227,7 @@ class Part {
   }
 
   void check_gatherable(const TensorView& t, const char* name) const {
-    check(on_host(t), "batch.part.memory", "{}: expected host memory, to gather what the part keeps of it, got {}", name, t);
+    check(in_host_memory(t), "batch.part.memory", "{}: expected host memory, to gather what the part keeps of it, got {}", name, t);
   }
 
   void take_slots() {

@@ -210,7 +210,8 @@ TEST_F(CApiParts, Refusals) {
   const SpecHandle of_states = make_handle<SpecHandle>([&](auto** out) { return imbrex_spec_create_short_conv(&conv, out); });
   const DerivedHandle some =
       make_handle<DerivedHandle>([&](auto** out) { return imbrex_keep_tokens(of_states.get(), &batch, cut, 1, out); });
-  EXPECT_NE(some, nullptr) << imbrex_last_error();
+  ASSERT_EQ(imbrex_derived_batch_get(some.get(), &part), IMBREX_OK) << imbrex_last_error();
+  EXPECT_EQ(part.seq_lens[0], 8);
 }
 
 }  // namespace
