@@ -75,27 +75,28 @@ TEST(SplitBatch, PositionsAreMadeWhereTheBatchHasNone) {
 TEST(SplitBatch, PartsAreViewsWhereTheyCanBe) {
   for (const Kind& kind : kinds()) {
     KindStep step(kind);
-    const auto* table = step.table.data();
     const int64_t width = kind.tables == 0 ? step.batch.block_table.stride(0) : 0;
     for (const int cut : {4, 6}) {  // between requests, and through one
       const auto [front, back] = split_batch(step.batch, part_keys(kind.spec), cut);
       const Batch &a = front.batch, &b = back.batch;
-      const auto expect_view = [&](bool given, const void* part, const void* whole) {
-        EXPECT_EQ(part, given ? whole : nullptr) << kind.name << " cut at " << cut;
+      // Of an array that the kind of step has.
+      const auto expect_view = [&](bool given, const void* part, const auto& whole, int64_t offset) {
+        EXPECT_EQ(part, given ? whole.data() + offset : nullptr) << kind.name << " cut at " << cut;
       };
+      const bool dense = kind.tables == 0, csr = kind.tables == 1, ragged = kind.tables == 2, custom = kind.spec.mask.custom;
       EXPECT_EQ(b.seq_lens.data(), step.lens.data() + 3);
       EXPECT_EQ(a.query_start_loc.data() == step.starts.data(), cut == 4);
       EXPECT_EQ(a.seq_lens.data() == step.lens.data(), cut == 4 || part_keys(kind.spec) != PartKeys::up_to_queries);
-      expect_view(kind.tables == 0, b.block_table.data, table + 3 * width);
-      expect_view(kind.tables == 1, a.kv_indptr.data, step.indptr.data());
-      expect_view(kind.tables == 1, b.kv_indices.data, step.indices.data() + step.indptr[3]);
-      expect_view(kind.tables == 1, b.kv_last_page_len.data, step.last_page.data() + 3);
-      expect_view(kind.tables == 2, b.kv_start_loc.data, step.key_starts.data() + 3);
-      expect_view(kind.tables != 2, b.slot_mapping.data, step.slots.data() + cut);
-      const bool custom = kind.spec.mask.custom, shortened = cut == 6 && part_keys(kind.spec) == PartKeys::up_to_queries;
-      expect_view(custom, b.custom_mask.data, step.mask.data() + 9 + 40 + (cut - 4) * 21);
+      expect_view(dense, b.block_table.data, step.table, 3 * width);
+      expect_view(csr, a.kv_indptr.data, step.indptr, 0);
+      expect_view(csr, b.kv_indices.data, step.indices, csr ? step.indptr[3] : 0);
+      expect_view(csr, b.kv_last_page_len.data, step.last_page, 3);
+      expect_view(ragged, b.kv_start_loc.data, step.key_starts, 3);
+      expect_view(!ragged, b.slot_mapping.data, step.slots, cut);
+      const bool shortened = cut == 6 && part_keys(kind.spec) == PartKeys::up_to_queries;
+      expect_view(custom, b.custom_mask.data, step.mask, 9 + 40 + (cut - 4) * 21);
       EXPECT_EQ(custom && a.custom_mask.data == step.mask.data(), custom && !shortened);
-      expect_view(kind.spec.mask.positions, b.positions.data(), step.given.data() + cut);
+      expect_view(kind.spec.mask.positions, b.positions.data(), step.given, cut);
     }
   }
 }
