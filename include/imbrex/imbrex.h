@@ -1,7 +1,7 @@
 /* The C ABI of imbrex: all that a program in C, Rust, Go or Python needs to select a backend, plan steps, own a paged KV cache and run
  * attention. Link libimbrex.so, or open it at run time. The C++ headers beside this one say more about shapes, units and errors; names
- * are the same. docs/c.md has a walk through it; imbrex_recurrent.h and plugin.h, which come with this file, have recurrent layers, and
- * what backends and devices from outside are.
+ * are the same. docs/c.md has a walk through it; imbrex_recurrent.h, imbrex_batches.h and plugin.h come with this file: recurrent layers,
+ * parts of batches, backends and devices from outside.
  *
  *   Errors    A function that can fail returns a status. Text and code of the calling thread's last failure are imbrex_last_error() and
  *             imbrex_last_error_code(); codes are listed in docs/errors.md. What failed has changed nothing, and no `out` was written.
@@ -440,10 +440,10 @@ IMBREX_API uint64_t imbrex_hash_block(uint64_t parent, const uint64_t* token_ids
 /* The hash of a block by a key of the caller's, 128 random bits: processes that share the secret have the same hashes. */
 IMBREX_API imbrex_status imbrex_hash_block_with_key(const uint64_t key[2], uint64_t parent, const uint64_t* token_ids, int64_t count,
                                                     uint64_t* out);
-
 #ifdef __cplusplus
 }
 #endif
+#include "imbrex/imbrex_batches.h"
 #include "imbrex/imbrex_recurrent.h"
 #include "imbrex/plugin.h"
 

@@ -3,6 +3,7 @@
 #include "imbrex/attention.h"
 #include "imbrex/backend.h"
 #include "imbrex/batch.h"
+#include "imbrex/batch_tools.h"
 #include "imbrex/block_pool.h"
 #include "imbrex/capture.h"
 #include "imbrex/device.h"

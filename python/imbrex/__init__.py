@@ -29,6 +29,7 @@ from ._core import (
     hash_block,
     num_cuda_devices,
 )
+from . import batches
 from .attention import attention_paged, attention_varlen, merge_state, merge_states
 from .mla import MlaPlan
 from .plan import KvCache, KvLayer, Plan, Workspace, explain, select
@@ -58,6 +59,7 @@ __all__ = [
     "attention_paged",
     "attention_varlen",
     "backends",
+    "batches",
     "explain",
     "hash_block",
     "merge_state",

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <optional>
 
+#include "batches.h"
 #include "imbrex/imbrex.hpp"
 #include "mla.h"
 #include "one_of.h"
@@ -130,6 +131,7 @@ NB_MODULE(_core, m) {
   bind_short_conv(m);
   bind_mla(m);
   bind_recurrent(m);
+  bind_batches(m);
 }
 
 }  // namespace imbrex::python

@@ -6,6 +6,7 @@ import pytest
 from snippets import DOCS, run_snippets
 
 NEEDS = {
+    "batches": [],
     "python": [],
     "pytorch": ["torch"],
     "flash_attn": ["torch"],

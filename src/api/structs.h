@@ -64,6 +64,8 @@ template <>
 inline constexpr size_t kFirstSize<imbrex_recurrent_inputs> = 80;
 template <>
 inline constexpr size_t kFirstSize<imbrex_recurrent_outputs> = 16;
+template <>
+inline constexpr size_t kFirstSize<imbrex_phase_options> = 32;
 
 // The defaults of a struct's fields.
 template <class T>
@@ -80,6 +82,8 @@ template <>
 imbrex_mla_fields defaults();
 template <>
 imbrex_recurrent_fields defaults();
+template <>
+imbrex_phase_options defaults();
 
 template <class T>
 void init(T* given, size_t struct_size) {

@@ -17,6 +17,7 @@
 #include "conformance/mla/cases.h"
 #include "count_allocations.h"
 #include "expect_error.h"
+#include "imbrex/batch_tools.h"
 #include "mla/backend.h"
 #include "mla/rounds.h"
 #include "mla/slices.h"
@@ -98,6 +99,34 @@ TEST(Mla, CasesMatchTheReference) {
       }
   }
   EXPECT_GE(run, 40);
+}
+
+// Bit for bit, since of so few tokens all parts attend in latent space.
+TEST(Mla, PartsGiveWhatTheWholeGives) {
+  int run = 0;
+  for (const BackendOf<MlaFamily>* backend : backends<MlaFamily>()) {
+    MlaStep step(kSmall, {{5, 5}, {1, 30}, {4, 20}});
+    const DeviceInfo device = probe_cpu();
+    if (!backend->unsupported(step.spec, device).empty()) continue;
+    const auto plan = backend->plan(step.spec, device, {.limits = {.max_num_reqs = 4, .max_num_tokens = 16, .max_seq_len = 64}});
+    plan->update(step.batch);
+    step.call(*plan);
+    const std::vector<char> expected = step.output().bytes;
+    const PartKeys keys = part_keys(step.spec.latent_spec());
+    for (const std::vector<int32_t>& cuts : {std::vector<int32_t>{6}, {3}, {2, 8}}) {
+      std::fill_n(step.out.out.as<char>(), expected.size(), 0);
+      for (const DerivedBatch& part : split_batch(step.batch, keys, cuts)) {
+        const int begin = part.first_token, end = begin + part.batch.num_tokens();
+        plan->update(part.batch);
+        MlaInputs in = step.in;
+        in.q = step.in.q.slice(0, begin, end);
+        plan->run(in, {step.out.out.slice(0, begin, end), step.out.lse.slice(0, begin, end)});
+      }
+      EXPECT_TRUE(step.output().bytes == expected) << backend->name() << " cut at " << cuts[0];
+    }
+    ++run;
+  }
+  EXPECT_GE(run, 2);
 }
 
 TEST(Mla, WhatIsWrongIsRefusedAndTheStepBeforeStays) {

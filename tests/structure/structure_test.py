@@ -54,7 +54,7 @@ PUBLIC_SHORT_CONV = {"short_conv.h"}
 PUBLIC_RECURRENT = {"recurrent.h"}
 PUBLIC_MLA = {"mla.h"}
 PUBLIC_MODEL = {"model.h"}
-PUBLIC_API = {"imbrex.h", "imbrex.hpp", "imbrex_recurrent.h", "plugin.h"}
+PUBLIC_API = {"imbrex.h", "imbrex.hpp", "imbrex_batches.h", "imbrex_recurrent.h", "plugin.h"}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 # A third-party header, and the folders of src/ that may use it.
