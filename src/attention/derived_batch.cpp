@@ -215,13 +215,18 @@ class Part {
     if (!shortened_ || !in_host_memory(whole_.kv_start_loc)) return;
     const auto* starts = part_.kv_start_loc.as<const int32_t>();
     memory_->kv_start_loc.assign(starts, starts + num_reqs() + 1);
+    int32_t left_out = 0;  // of the last request that has keys
     for (size_t i = 0; i < num_reqs(); ++i) {
-      const int32_t given = whole_.seq_lens[size_t(first_) + i], fewer = given - part_.seq_lens[i];
-      check(fewer == 0 || i + 1 == num_reqs(), "batch.part.rows",
-            "expected a request behind whose keys no other's lie, to leave out its last {} (a spec with positions leaves out none), got "
-            "request {} of {}",
-            fewer, size_t(first_) + i, whole_.num_reqs());
-      if (fewer > 0) memory_->kv_start_loc[i + 1] -= fewer;
+      const int32_t given = whole_.seq_lens[size_t(first_) + i];
+      check(left_out == 0 || given == 0, "batch.part.rows",
+            "expected no keys behind those of a request that leaves out its last {} (a spec with positions leaves out none), got {} of "
+            "request {}",
+            left_out, given, size_t(first_) + i);
+      left_out += given - part_.seq_lens[i];
+      if (left_out == 0) continue;
+      check(int64_t(starts[i + 1]) - starts[i] == given, "batch.kv_start_loc.length", "request {} has {} rows but seq_lens {}",
+            size_t(first_) + i, int64_t(starts[i + 1]) - starts[i], given);
+      memory_->kv_start_loc[i + 1] -= left_out;
     }
     part_.kv_start_loc = TensorView::contiguous(memory_->kv_start_loc.data(), DType::i32, {int64_t(memory_->kv_start_loc.size())});
   }

@@ -125,6 +125,22 @@ TEST(KeepTokens, TheyGiveTheBitsOfTheWhole) {
   EXPECT_GE(runs, 160);
 }
 
+// Of ragged keys the last ones may be left out, whatever requests without keys stand behind them.
+TEST(KeepTokens, RaggedKeysBeforePadding) {
+  AttentionSpec spec = test::mixed_spec(0);
+  const Ints starts{0, 2, 6, 6, 6}, lens{4, 7, 0, 0};
+  Ints rows{3, 7, 14, 14, 14};
+  Batch batch;
+  batch.query_start_loc = starts, batch.seq_lens = lens;
+  batch.kv_start_loc = TensorView::contiguous(rows.data(), DType::i32, {5});
+  const DerivedBatch part = keep_tokens(batch, PartKeys::up_to_queries, Ints{1, 3});
+  validate(part.batch, spec, {}, -1);
+  const auto whole = test::meanings(batch, spec, true);
+  EXPECT_EQ(test::meanings(part.batch, spec, true), (std::vector<std::string>{whole[1], whole[3]}));
+  rows[3] = 15;
+  EXPECT_EQ(error_code([&] { keep_tokens(batch, PartKeys::up_to_queries, Ints{1, 3}); }), "batch.kv_start_loc.length");
+}
+
 TEST(KeepTokens, RequestsWithAStateAreWhole) {
   const Ints starts{0, 2, 6, 7}, lens{2, 9, 4}, slots{3, 1, 0}, drafts{0, 3, 0}, parents{9, 9, 9, 0, 0, 2, 9};
   Batch batch;

@@ -280,6 +280,7 @@ TEST(SplitBatch, Errors) {
   EXPECT_EQ(code(csr, [](KindStep& s) { s.batch.kv_indices.sizes[0] = 2; }), "batch.kv_indices.size");
   EXPECT_EQ(code(csr, [](KindStep& s) { s.batch.kv_last_page_len.sizes[0] = 2; }), "batch.kv_last_page_len.size");
   EXPECT_EQ(code(ragged, [](KindStep& s) { s.batch.kv_start_loc.sizes[0] = 2; }), "batch.kv_start_loc.size");
+  EXPECT_EQ(code(ragged, [](KindStep& s) { s.key_starts[4] = INT_MIN; }), "batch.kv_start_loc.length");
   EXPECT_EQ(code(custom, [](KindStep& s) { s.batch.custom_mask.sizes[0] -= 1; }), "batch.custom_mask.size");
   // A mask on a device is a view of the whole one, or cannot be made.
   EXPECT_EQ(code(custom, [](KindStep& s) { s.batch.custom_mask.device = {DeviceType::cuda, 0}; }), "batch.part.memory");
