@@ -124,11 +124,10 @@ constexpr bool is_narrow_prompt(const RecurrentParams& p, int tokens, int drafts
 // block. Of the last two: values of a block, and chunks in shared memory at most.
 constexpr int kRecurrentChunk = 64, kRecurrentWeightsThreads = 128, kRecurrentChunkThreads = 128, kRecurrentChunkSm90Threads = 256;
 constexpr int recurrent_channel_threads(int dim_k) { return 4 * dim_k; }
-// The shared memory of recurrent_channel_weights.cu: tiles of keys and queries, six where two thread blocks with these fit on a
-// multiprocessor (Hopper, and Blackwell of servers), and five elsewhere; and numbers.
-constexpr int recurrent_channel_tiles(int sm) { return sm / 10 == 9 || sm / 10 == 10 ? 6 : 5; }
-constexpr int recurrent_channel_weights_smem(int dim_k, int sm) {
-  return recurrent_channel_tiles(sm) * kRecurrentChunk * dim_k * 2 + 2 * 10 * 512 + 16 * dim_k + 1024;
+// The shared memory of recurrent_channel_weights.cu: tiles of keys and queries, and numbers.
+constexpr int kRecurrentChannelTiles = 5;
+constexpr int recurrent_channel_weights_smem(int dim_k) {
+  return kRecurrentChannelTiles * kRecurrentChunk * dim_k * 2 + 2 * 10 * 512 + 16 * dim_k + 1024;
 }
 constexpr int kRecurrentTileValues = 64, kRecurrentChunkStages = 2;
 // The first tokens of a request, which come in chunks: whole chunks, and what is left behind them if it is long enough. How a prompt is cut

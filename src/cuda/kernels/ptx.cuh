@@ -91,6 +91,13 @@ DEVICE int computed_here(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+// The same of a place in global memory.
+template <class T>
+DEVICE T* computed_here(T* x) {
+  u64 place = u64(__cvta_generic_to_global(x));
+  asm volatile("" : "+l"(place));
+  return reinterpret_cast<T*>(__cvta_global_to_generic(place));
+}
 
 // Ends the kernel with an error.
 DEVICE void trap() { asm volatile("trap;"); }

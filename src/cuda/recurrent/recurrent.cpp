@@ -137,7 +137,7 @@ std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const Recurrent
   // Chunks in shared memory: two for Hopper; else one where two have no room, or would leave none for a second thread block.
   const int stage_bytes = recurrent_stage_bytes(dim_k, spec.delta, channels, sm90);
   const int stages = sm90 || (!channels && kRecurrentChunkStages * stage_bytes <= room) ? kRecurrentChunkStages : 1;
-  if (stages * stage_bytes > room || (channels && recurrent_channel_weights_smem(dim_k, sm) > room)) return {};
+  if (stages * stage_bytes > room || (channels && recurrent_channel_weights_smem(dim_k) > room)) return {};
   const gpu::Constant type{"kType", int(spec.dtype)}, state_type{"kStateType", int(spec.state_dtype)}, keys{"kDimK", dim_k},
       delta{"kDelta", spec.delta}, gate{"kChannelGate", channels};
   const int shared_heads =

@@ -51,6 +51,10 @@ constexpr u32 kInfinityBits = 0x7f800000u;
 
 inline int lane_id() { return int(threadIdx.x) % 32; }
 inline int computed_here(int x) { return x; }
+template <class T>
+inline T* computed_here(T* x) {
+  return x;
+}
 inline void trap() { lanes::fail("a trap"); }
 
 enum Kind { kShuffle, kVote, kLoad, kLoadTransposed, kStore, kMultiply, kSyncWarp, kSyncBlock };  // instructions at which lanes meet
