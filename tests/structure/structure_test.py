@@ -19,6 +19,7 @@ LONG_FILES = {}
 # Which folders of src/ a folder may include. Public headers count as part of the folder they are declared for.
 ARROWS = {
     "core": {"core"},
+    "expression": {"expression", "core"},
     "family": {"family", "core"},
     "attention": {"attention", "family", "core"},
     "short_conv": {"short_conv", "family", "core"},
@@ -31,7 +32,7 @@ ARROWS = {
     "conformance": {"conformance", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "serve": {"serve", "conformance", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "api": {"api", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
-    "cli": {"cli", "serve", "conformance", "api", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
+    "cli": {"cli", "expression", "serve", "conformance", "api", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
 }
 HARDWARE = {"cpu", "cuda"}
 # Which folders of src/cuda/ a folder there may include. What lies in src/cuda/ itself stands above them, but for what crosses into kernels.
@@ -49,6 +50,7 @@ CUDA_ARROWS = {
 CUDA_PARAMS = ("src/cuda/params.h", "src/cuda/state_params.h", "src/cuda/short_conv_params.h", "src/cuda/recurrent_params.h", "src/cuda/mla_params.h")
 REGISTRY = "src/attention/registry.cpp"
 PUBLIC_CORE = {"tensor.h", "error.h", "capture.h", "device.h", "device_platform.h", "device_stream.h", "parallel.h", "workspace.h"}
+PUBLIC_EXPRESSION = {"expression.h", "bound_expression.h"}
 PUBLIC_FAMILY = {"batch.h", "family.h", "layer_spec.h", "plan.h"}
 PUBLIC_SHORT_CONV = {"short_conv.h"}
 PUBLIC_RECURRENT = {"recurrent.h"}
@@ -78,7 +80,7 @@ def includes(path):
 
 
 def folder_of_public(name):
-    for folder, names in (("core", PUBLIC_CORE), ("family", PUBLIC_FAMILY), ("short_conv", PUBLIC_SHORT_CONV), ("recurrent", PUBLIC_RECURRENT), ("mla", PUBLIC_MLA), ("model", PUBLIC_MODEL), ("api", PUBLIC_API)):
+    for folder, names in (("core", PUBLIC_CORE), ("expression", PUBLIC_EXPRESSION), ("family", PUBLIC_FAMILY), ("short_conv", PUBLIC_SHORT_CONV), ("recurrent", PUBLIC_RECURRENT), ("mla", PUBLIC_MLA), ("model", PUBLIC_MODEL), ("api", PUBLIC_API)):
         if name in names:
             return folder
     return "attention"
