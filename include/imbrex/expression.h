@@ -185,7 +185,7 @@ Term to_int(const Term&);
 
 }  // namespace terms
 
-// The expression as text for CUDA, and for C++: `inline RESULT name(const ExpressionInputs& in)`, which needs the header
+// The expression as text for CUDA, and for C++: a function `name` of an ExpressionInputs, which needs the header
 // src/expression/operations.h before it. Each operation is a call of a function of that header; of the user's texts only letters of
 // `name` get into it, which Error expression.name refuses where it is no identifier.
 std::string cuda_text(const Expression&, std::string_view name);
