@@ -75,7 +75,8 @@ std::string cuda_text(const Expression& expression, std::string_view name) {
         "the name of a function is up to 64 letters, digits and _, and no word of the language; got \"{}\"", name);
   const std::span<const ExpressionNode> nodes = expression.nodes();
   const std::vector<bool> exact = deciding(nodes);
-  std::string text = fmt::format("inline {} {}([[maybe_unused]] const imbrex::ExpressionInputs& in) {{\n", to_string(expression.type()), name);
+  std::string text =
+      fmt::format("inline {} {}([[maybe_unused]] const imbrex::ExpressionInputs& in) {{\n", to_string(expression.type()), name);
   for (size_t n = 0; n < nodes.size(); ++n) {
     const ExpressionNode& node = nodes[n];
     std::string args;

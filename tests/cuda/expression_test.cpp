@@ -21,7 +21,8 @@ TEST(ExpressionText, CompilesForGpus) {
                            "extern \"C\" __global__ void evaluate(const imbrex::ExpressionInputs in, float* out) {\n" + calls + "}\n";
   for (const char* arch : {"sm_80", "sm_90a"}) {
     const CompiledKernel kernel = compile_text({"expression.cu", arch, {}}, text);
-    EXPECT_FALSE(kernel.cubin.empty());
+    EXPECT_FALSE(kernel.binary.empty());
+    EXPECT_EQ(kernel.log.find("warning"), std::string::npos) << kernel.log;
   }
 }
 
