@@ -7,8 +7,6 @@
 namespace imbrex {
 namespace {
 
-using enum ExpressionOp;
-
 DType dtype_of(ExpressionType type) {
   return type == ExpressionType::boolean ? DType::u8 : type == ExpressionType::integer ? DType::i32 : DType::f32;
 }
@@ -55,7 +53,7 @@ BoundExpression::BoundExpression(Expression expression, std::span<const NamedTen
   const std::vector<ValueRange> values = parts->ranges_of_nodes(ranges);
   parts->checked.assign(nodes.size(), false);
   for (size_t n = 0; n < nodes.size(); ++n) {
-    if (nodes[n].op != tensor) continue;
+    if (nodes[n].op != ExpressionOp::tensor) continue;
     const ExpressionTensorData& data = parts->tensors[size_t(nodes[n].value)];
     for (size_t i = 0; i < 3 && nodes[n].args[i] >= 0; ++i) {
       const ValueRange& index = values[size_t(nodes[n].args[i])];
@@ -72,12 +70,12 @@ bool BoundExpression::is_checked(int node) const { return parts_->checked[size_t
 
 ExpressionBits BoundExpression::Parts::value_of(int n, const ExpressionVariables& at, const ExpressionBits* values) const {
   const ExpressionNode& node = expression.nodes()[size_t(n)];
-  if (node.op == constant) return {node.value};
-  if (node.op == variable) return variable_value(at, node.value);
+  if (node.op == ExpressionOp::constant) return {node.value};
+  if (node.op == ExpressionOp::variable) return variable_value(at, node.value);
   std::array<ExpressionBits, 3> args;
   for (size_t i = 0; i < 3; ++i)
     if (node.args[i] >= 0) args[i] = values[node.args[i]];
-  if (node.op != tensor) return apply_operation(node.op, operand_type(expression.nodes(), node), args);
+  if (node.op != ExpressionOp::tensor) return apply_operation(node.op, operand_type(expression.nodes(), node), args);
   const ExpressionTensorData& data = tensors[size_t(node.value)];
   const int i = args[0].integer(), j = args[1].integer(), k = args[2].integer();
   return is_within(data, i, j, k) ? element_at(data, node.type, i, j, k) : ExpressionBits();
@@ -99,13 +97,13 @@ std::vector<ValueRange> BoundExpression::Parts::ranges_of_nodes(const Expression
     std::array<ValueRange, 3> args;
     for (size_t i = 0; i < 3; ++i)
       if (node.args[i] >= 0) args[i] = values[size_t(node.args[i])];
-    if (node.op == constant) {
+    if (node.op == ExpressionOp::constant) {
       values.push_back(ValueRange::of_value(node.type, {node.value}));
-    } else if (node.op == variable) {
+    } else if (node.op == ExpressionOp::variable) {
       const IntRange& range = of_variables[node.value];
       values.push_back(node.type == ExpressionType::real ? ValueRange::everything(ExpressionType::real)
                                                          : ValueRange::of(node.type, range.first, range.last));
-    } else if (node.op == tensor) {
+    } else if (node.op == ExpressionOp::tensor) {
       int64_t first[3] = {}, last[3] = {};
       for (size_t i = 0; i < 3; ++i) first[i] = int64_t(args[i].low), last[i] = int64_t(args[i].high);
       values.push_back(extremes[size_t(node.value)].over(first, last));

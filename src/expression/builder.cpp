@@ -10,17 +10,17 @@
 namespace imbrex {
 namespace {
 
-using enum ExpressionOp;
-using enum ExpressionType;
-
 constexpr ExpressionFunction kFunctions[] = {
-    {"float", to_real, 1}, {"int", to_integer, 1}, {"abs", abs, 1},         {"floor", floor, 1}, {"exp", exp, 1}, {"log", log, 1},
-    {"sqrt", sqrt, 1},     {"tanh", tanh, 1},      {"sigmoid", sigmoid, 1}, {"min", min, 2},     {"max", max, 2}, {"where", where, 3},
+    {"float", ExpressionOp::to_real, 1}, {"int", ExpressionOp::to_integer, 1}, {"abs", ExpressionOp::abs, 1},
+    {"floor", ExpressionOp::floor, 1},   {"exp", ExpressionOp::exp, 1},        {"log", ExpressionOp::log, 1},
+    {"sqrt", ExpressionOp::sqrt, 1},     {"tanh", ExpressionOp::tanh, 1},      {"sigmoid", ExpressionOp::sigmoid, 1},
+    {"min", ExpressionOp::min, 2},       {"max", ExpressionOp::max, 2},        {"where", ExpressionOp::where, 3},
 };
 // Lists under construction may have values that nothing uses in the end: constants that were folded.
 constexpr size_t kMaxBuilt = 4 * Expression::kMaxNodes;
 
 const char* symbol_of(ExpressionOp op) {
+  using enum ExpressionOp;
   switch (op) {
     case logical_not: return "!";
     case negate:
@@ -44,6 +44,7 @@ const char* symbol_of(ExpressionOp op) {
 // What an operation takes: one type, or ints and floats alike (then all of them become floats where one is).
 enum class Takes { booleans, integers, reals, numbers, numbers_or_booleans };
 Takes taken_by(ExpressionOp op) {
+  using enum ExpressionOp;
   switch (op) {
     case logical_not:
     case logical_and:
@@ -66,7 +67,9 @@ Takes taken_by(ExpressionOp op) {
   }
 }
 
-bool is_comparison(ExpressionOp op) { return op == equal || op == not_equal || op == less || op == less_equal; }
+bool is_comparison(ExpressionOp op) {
+  return op == ExpressionOp::equal || op == ExpressionOp::not_equal || op == ExpressionOp::less || op == ExpressionOp::less_equal;
+}
 
 }  // namespace
 
@@ -90,7 +93,7 @@ std::string operation_name(ExpressionOp op) {
   if (const char* symbol = symbol_of(op)) return symbol;
   for (const ExpressionFunction& function : kFunctions)
     if (function.op == op) return std::string(function.name) + "()";
-  return op == tensor ? "an index" : "a value";
+  return op == ExpressionOp::tensor ? "an index" : "a value";
 }
 
 void ExpressionBuilder::refuse(Id id, ExpressionOp op, std::string_view expected) const {
@@ -106,14 +109,17 @@ ExpressionBuilder::Id ExpressionBuilder::add(ExpressionNode node) {
   return Id(nodes_.size()) - 1;
 }
 
-ExpressionBuilder::Id ExpressionBuilder::constant(bool value) { return add({.type = boolean, .value = value ? 1 : 0}); }
-ExpressionBuilder::Id ExpressionBuilder::constant(int value) { return add({.type = integer, .value = value}); }
+ExpressionBuilder::Id ExpressionBuilder::constant(bool value) { return add({.type = ExpressionType::boolean, .value = value ? 1 : 0}); }
+ExpressionBuilder::Id ExpressionBuilder::constant(int value) { return add({.type = ExpressionType::integer, .value = value}); }
 ExpressionBuilder::Id ExpressionBuilder::constant(float value) {
-  return add({.type = real, .value = std::isnan(value) ? 0x7fc00000 : ExpressionBits::of(value).bits});  // NaNs are one constant
+  return add(
+      {.type = ExpressionType::real, .value = std::isnan(value) ? 0x7fc00000 : ExpressionBits::of(value).bits});  // NaNs are one constant
 }
 
 ExpressionBuilder::Id ExpressionBuilder::variable(ExpressionVariable which) {
-  return add({.op = ExpressionOp::variable, .type = which == ExpressionVariable::score ? real : integer, .value = int(which)});
+  return add({.op = ExpressionOp::variable,
+              .type = which == ExpressionVariable::score ? ExpressionType::real : ExpressionType::integer,
+              .value = int(which)});
 }
 
 int ExpressionBuilder::tensor_number(const ExpressionTensor& tensor) {
@@ -121,7 +127,8 @@ int ExpressionBuilder::tensor_number(const ExpressionTensor& tensor) {
         "{}the name of a tensor is up to 64 letters, digits and _, and no word of the language; got \"{}\"", place_, tensor.name);
   check(tensor.rank >= 1 && tensor.rank <= 3, "expression.arguments", "{}tensor {} has 1 to 3 dimensions, got {}", place_, tensor.name,
         tensor.rank);
-  check(tensor.type <= real, "expression.type", "{}tensor {} is of bool, int or float, got type {}", place_, tensor.name, int(tensor.type));
+  check(tensor.type <= ExpressionType::real, "expression.type", "{}tensor {} is of bool, int or float, got type {}", place_, tensor.name,
+        int(tensor.type));
   for (size_t i = 0; i < tensors_.size(); ++i) {
     if (tensors_[i].name != tensor.name) continue;
     check(tensors_[i] == tensor, "expression.name", "{}two tensors of different type or rank are named {}", place_, tensor.name);
@@ -137,24 +144,24 @@ ExpressionBuilder::Id ExpressionBuilder::element(const ExpressionTensor& tensor,
         indices.size());
   ExpressionNode node{.op = ExpressionOp::tensor, .type = tensor.type, .value = number};
   for (size_t i = 0; i < indices.size(); ++i) {
-    if (type(indices[i]) != integer) refuse(indices[i], ExpressionOp::tensor, "int");
+    if (type(indices[i]) != ExpressionType::integer) refuse(indices[i], ExpressionOp::tensor, "int");
     node.args[i] = int16_t(indices[i]);
   }
   return add(node);
 }
 
 ExpressionBuilder::Id ExpressionBuilder::converted(Id id, ExpressionType to, ExpressionOp) {
-  return type(id) == to ? id : operation(to_real, std::array{id});
+  return type(id) == to ? id : operation(ExpressionOp::to_real, std::array{id});
 }
 
 // Where the value is that of an argument: the number of the argument, otherwise -1.
 ExpressionBuilder::Id ExpressionBuilder::simplified(ExpressionOp op, std::span<const Id> args) const {
   const auto is = [&](Id id, bool value) { return node(id).op == ExpressionOp::constant && node(id).value == (value ? 1 : 0); };
-  if (op == where && node(args[0]).op == ExpressionOp::constant) return is(args[0], true) ? args[1] : args[2];
-  if (op == where && args[1] == args[2]) return args[1];
-  if (op == logical_not && node(args[0]).op == logical_not) return node(args[0]).args[0];
-  if (op != logical_and && op != logical_or) return -1;
-  const bool neutral = op == logical_and;
+  if (op == ExpressionOp::where && node(args[0]).op == ExpressionOp::constant) return is(args[0], true) ? args[1] : args[2];
+  if (op == ExpressionOp::where && args[1] == args[2]) return args[1];
+  if (op == ExpressionOp::logical_not && node(args[0]).op == ExpressionOp::logical_not) return node(args[0]).args[0];
+  if (op != ExpressionOp::logical_and && op != ExpressionOp::logical_or) return -1;
+  const bool neutral = op == ExpressionOp::logical_and;
   for (int i = 0; i < 2; ++i) {
     if (is(args[size_t(i)], neutral)) return args[size_t(1 - i)];
     if (is(args[size_t(i)], !neutral)) return args[size_t(i)];
@@ -166,31 +173,34 @@ ExpressionBuilder::Id ExpressionBuilder::operation(ExpressionOp op, std::span<co
   std::array<Id, 3> ids{-1, -1, -1};
   std::copy(given.begin(), given.end(), ids.begin());
   const std::span<Id> args(ids.data(), given.size());
-  const std::span<Id> operands = op == where ? args.subspan(1) : args;
-  if (op == where && type(ids[0]) != boolean) refuse(ids[0], op, "a bool first");
+  const std::span<Id> operands = op == ExpressionOp::where ? args.subspan(1) : args;
+  if (op == ExpressionOp::where && type(ids[0]) != ExpressionType::boolean) refuse(ids[0], op, "a bool first");
   const Takes takes = taken_by(op);
-  const bool all_boolean = std::all_of(operands.begin(), operands.end(), [&](Id id) { return type(id) == boolean; });
-  const bool any_real = std::any_of(operands.begin(), operands.end(), [&](Id id) { return type(id) == real; });
+  const bool all_boolean = std::all_of(operands.begin(), operands.end(), [&](Id id) { return type(id) == ExpressionType::boolean; });
+  const bool any_real = std::any_of(operands.begin(), operands.end(), [&](Id id) { return type(id) == ExpressionType::real; });
   for (const Id id : operands) {
-    if (takes == Takes::booleans && type(id) != boolean) refuse(id, op, "bool");
-    if (takes == Takes::integers && type(id) != integer) refuse(id, op, "int");
-    if (takes == Takes::reals && type(id) == boolean) refuse(id, op, "float");
-    if (takes == Takes::numbers && type(id) == boolean && !(op == where && all_boolean)) refuse(id, op, "int or float");
-    if (takes == Takes::numbers_or_booleans && type(id) == boolean && !all_boolean) refuse(id, op, "two bools or two numbers");
+    if (takes == Takes::booleans && type(id) != ExpressionType::boolean) refuse(id, op, "bool");
+    if (takes == Takes::integers && type(id) != ExpressionType::integer) refuse(id, op, "int");
+    if (takes == Takes::reals && type(id) == ExpressionType::boolean) refuse(id, op, "float");
+    if (takes == Takes::numbers && type(id) == ExpressionType::boolean && !(op == ExpressionOp::where && all_boolean))
+      refuse(id, op, "int or float");
+    if (takes == Takes::numbers_or_booleans && type(id) == ExpressionType::boolean && !all_boolean)
+      refuse(id, op, "two bools or two numbers");
   }
-  if ((op == to_real && any_real) || (op == to_integer && type(ids[0]) == integer)) return ids[0];
-  if (all_boolean && (op == equal || op == not_equal)) {
-    const Id differ = operation(logical_xor, args);
-    return op == equal ? operation(logical_not, std::array{differ}) : differ;
+  if ((op == ExpressionOp::to_real && any_real) || (op == ExpressionOp::to_integer && type(ids[0]) == ExpressionType::integer))
+    return ids[0];
+  if (all_boolean && (op == ExpressionOp::equal || op == ExpressionOp::not_equal)) {
+    const Id differ = operation(ExpressionOp::logical_xor, args);
+    return op == ExpressionOp::equal ? operation(ExpressionOp::logical_not, std::array{differ}) : differ;
   }
-  if (op != to_real && op != to_integer && (takes == Takes::reals || any_real))
-    for (Id& id : operands) id = converted(id, real, op);
+  if (op != ExpressionOp::to_real && op != ExpressionOp::to_integer && (takes == Takes::reals || any_real))
+    for (Id& id : operands) id = converted(id, ExpressionType::real, op);
   if (const Id same = simplified(op, args); same >= 0) return same;
 
   ExpressionNode made{.op = op, .type = type(operands[0])};
-  if (is_comparison(op)) made.type = boolean;
-  if (op == to_real) made.type = real;
-  if (op == to_integer) made.type = integer;
+  if (is_comparison(op)) made.type = ExpressionType::boolean;
+  if (op == ExpressionOp::to_real) made.type = ExpressionType::real;
+  if (op == ExpressionOp::to_integer) made.type = ExpressionType::integer;
   std::array<ExpressionBits, 3> values;
   bool constants = true;
   for (size_t i = 0; i < args.size(); ++i) {
@@ -200,7 +210,7 @@ ExpressionBuilder::Id ExpressionBuilder::operation(ExpressionOp op, std::span<co
   }
   if (!constants) return add(made);
   const ExpressionBits value = apply_operation(op, type(args[0]), values);
-  return made.type == real ? constant(value.real()) : add({.type = made.type, .value = value.bits});
+  return made.type == ExpressionType::real ? constant(value.real()) : add({.type = made.type, .value = value.bits});
 }
 
 ExpressionBuilder::Id ExpressionBuilder::import(const Expression& other) {

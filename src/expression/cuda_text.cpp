@@ -8,8 +8,6 @@
 namespace imbrex {
 namespace {
 
-using enum ExpressionOp;
-
 constexpr std::string_view kCalled = "imbrex::operations::";
 
 std::string constant_text(const ExpressionNode& node) {
@@ -20,6 +18,7 @@ std::string constant_text(const ExpressionNode& node) {
 }
 
 const char* function_of(ExpressionOp op) {
+  using enum ExpressionOp;
   switch (op) {
     case constant:
     case variable:
@@ -83,15 +82,16 @@ std::string cuda_text(const Expression& expression, std::string_view name) {
     for (const int16_t arg : node.args)
       if (arg >= 0) args += fmt::format("{}v{}", args.empty() ? "" : ", ", arg);
     std::string value;
-    if (node.op == constant) {
+    if (node.op == ExpressionOp::constant) {
       value = constant_text(node);
-    } else if (node.op == variable) {
+    } else if (node.op == ExpressionOp::variable) {
       value = fmt::format("in.{}", to_string(ExpressionVariable(node.value)));
-    } else if (node.op == tensor) {
+    } else if (node.op == ExpressionOp::tensor) {
       const std::string function = node.type == ExpressionType::boolean ? "element_bool" : fmt::format("element<{}>", to_string(node.type));
       value = fmt::format("{}{}(in.tensors[{}], {})", kCalled, function, node.value, args);
     } else {
-      const bool contracts = node.type == ExpressionType::real && (node.op == add || node.op == subtract || node.op == multiply);
+      const bool contracts = node.type == ExpressionType::real &&
+                             (node.op == ExpressionOp::add || node.op == ExpressionOp::subtract || node.op == ExpressionOp::multiply);
       value = fmt::format("{}{}{}({})", kCalled, function_of(node.op), contracts && exact[n] ? "_exact" : "", args);
     }
     text += fmt::format("  const {} v{} = {};\n", to_string(node.type), n, value);

@@ -8,8 +8,6 @@
 namespace imbrex {
 namespace {
 
-using Id = ExpressionBuilder::Id;
-
 enum class TokenKind { end, name, number, symbol };
 struct Token {
   TokenKind kind = TokenKind::end;
@@ -28,18 +26,19 @@ struct Infix {
   ExpressionOp op;
   bool swapped = false;  // b op a
 };
-using enum ExpressionOp;
 constexpr Infix kInfixes[] = {
-    {"|", 1, logical_or},  {"^", 2, logical_xor},   {"&", 3, logical_and},
-    {"==", 4, equal},      {"!=", 4, not_equal},    {"<", 4, less},
-    {"<=", 4, less_equal}, {">", 4, less, true},    {">=", 4, less_equal, true},
-    {"+", 5, add},         {"-", 5, subtract},      {"*", 6, multiply},
-    {"/", 6, divide},      {"//", 6, floor_divide}, {"%", 6, modulo},
+    {"|", 1, ExpressionOp::logical_or},  {"^", 2, ExpressionOp::logical_xor},   {"&", 3, ExpressionOp::logical_and},
+    {"==", 4, ExpressionOp::equal},      {"!=", 4, ExpressionOp::not_equal},    {"<", 4, ExpressionOp::less},
+    {"<=", 4, ExpressionOp::less_equal}, {">", 4, ExpressionOp::less, true},    {">=", 4, ExpressionOp::less_equal, true},
+    {"+", 5, ExpressionOp::add},         {"-", 5, ExpressionOp::subtract},      {"*", 6, ExpressionOp::multiply},
+    {"/", 6, ExpressionOp::divide},      {"//", 6, ExpressionOp::floor_divide}, {"%", 6, ExpressionOp::modulo},
 };
 constexpr int kComparison = 4;
 
 class Parser {
  public:
+  using Id = ExpressionBuilder::Id;
+
   Parser(std::string_view text, std::span<const ExpressionTensor> tensors) : text_(text), tensors_(tensors) {
     check(text.size() <= size_t(Expression::kMaxTextBytes), "expression.size", "the text of an expression has at most {} bytes, got {}",
           Expression::kMaxTextBytes, text.size());
@@ -198,11 +197,11 @@ class Parser {
     if (accept("-")) {
       if (token_.kind == TokenKind::number) return parse_number(true);
       const Nested nested(*this);
-      return apply(at, negate, std::array{parse_prefix()});
+      return apply(at, ExpressionOp::negate, std::array{parse_prefix()});
     }
     if (accept("!")) {
       const Nested nested(*this);
-      return apply(at, logical_not, std::array{parse_prefix()});
+      return apply(at, ExpressionOp::logical_not, std::array{parse_prefix()});
     }
     return parse_value();
   }

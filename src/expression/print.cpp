@@ -9,13 +9,12 @@
 namespace imbrex {
 namespace {
 
-using enum ExpressionOp;
-
 constexpr int kWeakest = 0, kPrefix = 7, kValue = 8;
 // Values so deep in parentheses get a name, so that the text can be parsed.
 constexpr int kNamedNesting = Expression::kMaxNesting / 4;
 
 int strength_of(ExpressionOp op) {
+  using enum ExpressionOp;
   switch (op) {
     case logical_or: return 1;
     case logical_xor: return 2;
@@ -78,20 +77,20 @@ std::string Expression::str() const {
     const ExpressionNode& node = list[i];
     const auto arg = [&](int n) -> const Piece& { return pieces[size_t(node.args[size_t(n)])]; };
     Piece piece;
-    if (node.op == constant) {
+    if (node.op == ExpressionOp::constant) {
       piece = constant_piece(node);
-    } else if (node.op == variable) {
+    } else if (node.op == ExpressionOp::variable) {
       piece = {to_string(ExpressionVariable(node.value))};
     } else if (const int strength = strength_of(node.op); strength != kWeakest) {
       // Operators of one strength stand together from the left; comparisons do not.
-      const Piece left = in_parentheses(arg(0), arg(0).strength < strength + (strength == strength_of(less) ? 1 : 0));
+      const Piece left = in_parentheses(arg(0), arg(0).strength < strength + (strength == strength_of(ExpressionOp::less) ? 1 : 0));
       const Piece right = in_parentheses(arg(1), arg(1).strength <= strength);
       piece = {fmt::format("{} {} {}", left.text, operation_name(node.op), right.text), strength, std::max(left.nesting, right.nesting)};
-    } else if (node.op == negate || node.op == logical_not) {
+    } else if (node.op == ExpressionOp::negate || node.op == ExpressionOp::logical_not) {
       const Piece operand = in_parentheses(arg(0), arg(0).strength < kPrefix);
       piece = {operation_name(node.op) + operand.text, kPrefix, operand.nesting + 1};
     } else {
-      const bool index = node.op == tensor;
+      const bool index = node.op == ExpressionOp::tensor;
       piece.text = index ? tensors()[size_t(node.value)].name + "[" : operation_name(node.op);
       if (!index) piece.text.pop_back();  // the closing parenthesis
       for (int n = 0; n < 3 && node.args[size_t(n)] >= 0; ++n) {
@@ -100,7 +99,7 @@ std::string Expression::str() const {
       }
       piece.text += index ? "]" : ")";
     }
-    const bool leaf = node.op == constant || node.op == variable;
+    const bool leaf = node.op == ExpressionOp::constant || node.op == ExpressionOp::variable;
     if (i + 1 < list.size() && !leaf && (uses[i] > 1 || piece.nesting >= kNamedNesting)) {
       const std::string name = new_name();
       text += name + " = " + piece.text + "; ";

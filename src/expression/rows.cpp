@@ -7,12 +7,10 @@
 namespace imbrex {
 namespace {
 
-using enum ExpressionOp;
-
-constexpr int kChunk = 128;  // keys at a time: the buffers of a usual expression stay in L1
+constexpr int kRowChunk = 128;  // keys at a time: the buffers of a usual expression stay in L1
 constexpr int kFewBuffers = 24;
 
-using Lanes = int32_t[kChunk];
+using RowLanes = int32_t[kRowChunk];
 
 template <class F>
 struct RowOf;
@@ -61,7 +59,8 @@ void BoundExpression::Parts::plan_rows() {
   std::vector<int> last_use(nodes.size(), -1), buffer(nodes.size(), -1), free;
   for (int n = 0; n < count; ++n) {
     const ExpressionNode& node = nodes[size_t(n)];
-    varies[size_t(n)] = node.op == variable && (node.value == int(ExpressionVariable::kv) || node.value == int(ExpressionVariable::score));
+    varies[size_t(n)] =
+        node.op == ExpressionOp::variable && (node.value == int(ExpressionVariable::kv) || node.value == int(ExpressionVariable::score));
     for (const int16_t arg : node.args)
       if (arg >= 0 && varies[size_t(arg)]) varies[size_t(n)] = true;
     for (const int16_t arg : node.args)
@@ -105,25 +104,25 @@ namespace {
 // `lanes`: num_buffers of them.
 template <class Parts>
 void run_steps(const Parts& parts, const ExpressionVariables& at, int kv_begin, int kv_end, const float* scores, float* to_scores,
-               uint8_t* to_bytes, Lanes* lanes) {
+               uint8_t* to_bytes, RowLanes* lanes) {
   const std::span<const ExpressionNode> nodes = parts.expression.nodes();
   std::array<ExpressionBits, Expression::kMaxNodes> fixed;
   for (const int n : parts.fixed_nodes) fixed[size_t(n)] = parts.value_of(n, at, fixed.data());
-  for (const RowStep& step : parts.spread) std::fill_n(lanes[step.out], kChunk, fixed[size_t(step.node)].bits);
+  for (const RowStep& step : parts.spread) std::fill_n(lanes[step.out], kRowChunk, fixed[size_t(step.node)].bits);
   const bool outside = !parts.holds(at, kv_begin, kv_end);
   for (int begin = kv_begin; begin < kv_end;) {
-    const int count = std::min(kv_end - begin, kChunk);
+    const int count = std::min(kv_end - begin, kRowChunk);
     const int done = begin - kv_begin;
     for (const RowStep& step : parts.steps) {
       const ExpressionNode& node = nodes[size_t(step.node)];
       int32_t* const out = lanes[step.out];
       std::array<const int32_t*, 3> in{};
       for (size_t i = 0; i < 3; ++i) in[i] = step.in[i] < 0 ? nullptr : lanes[step.in[i]];
-      if (node.op == variable && node.value == int(ExpressionVariable::kv)) {
+      if (node.op == ExpressionOp::variable && node.value == int(ExpressionVariable::kv)) {
         for (int i = 0; i < count; ++i) out[i] = begin + i;
-      } else if (node.op == variable) {
+      } else if (node.op == ExpressionOp::variable) {
         for (int i = 0; i < count; ++i) out[i] = ExpressionBits::of(scores ? scores[done + i] : at.score).bits;
-      } else if (node.op == tensor) {
+      } else if (node.op == ExpressionOp::tensor) {
         read_elements(parts.tensors[size_t(node.value)], node.type, outside || parts.checked[size_t(step.node)], count, out, in);
       } else {
         with_operation(node.op, operand_type(nodes, node),
@@ -147,10 +146,10 @@ void BoundExpression::Parts::run_row(const ExpressionVariables& at, int kv_begin
                                      uint8_t* to_bytes) const {
   if (kv_begin >= kv_end) return;
   if (num_buffers <= kFewBuffers) {
-    alignas(64) Lanes lanes[kFewBuffers];
+    alignas(64) RowLanes lanes[kFewBuffers];
     run_steps(*this, at, kv_begin, kv_end, scores, to_scores, to_bytes, lanes);
   } else {
-    alignas(64) Lanes lanes[Expression::kMaxNodes];
+    alignas(64) RowLanes lanes[Expression::kMaxNodes];
     run_steps(*this, at, kv_begin, kv_end, scores, to_scores, to_bytes, lanes);
   }
 }
