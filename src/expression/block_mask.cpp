@@ -28,7 +28,7 @@ class MaskedTiles {
       add_tiles(queries, middle, end);
       return;
     }
-    if (shown == Shown::sometimes) shown = exact(box);
+    if (shown == Shown::sometimes && !is_mixed(box)) shown = exact(box);
     (shown == Shown::never ? out_.empty_tiles : shown == Shown::always ? out_.full_tiles : out_.partial_tiles) += end - first;
     if (shown == Shown::never) return;
     const int full = shown == Shown::always ? 1 : 0;
@@ -51,6 +51,12 @@ class MaskedTiles {
                         .kv = {int(box.kv), int(box.kv_end - 1)},
                         .q_len = one(shape_.q_len),
                         .kv_len = one(shape_.kv_len)});
+  }
+
+  // Whether the first row already has a seen and a hidden element, as in most tiles that are seen in part.
+  bool is_mixed(Box box) {
+    box.q_end = box.q + 1;
+    return by_elements(box) == Shown::sometimes;
   }
 
   // Of a box about which interval arithmetic has not said it.

@@ -17,14 +17,35 @@ TensorExtremes::TensorExtremes(const ExpressionTensorData& data, ExpressionType 
   std::swap(data_.sizes[rank_], data_.sizes[2]);
   std::swap(data_.strides[rank_], data_.strides[2]);
   if (!summarise) return;
-  blocks_ = (int64_t(data_.sizes[2]) + kBlock - 1) / kBlock;
-  for (int64_t i = 0; i < data_.sizes[0]; ++i) {
-    for (int64_t j = 0; j < data_.sizes[1]; ++j) {
-      for (int64_t block = 0; block < blocks_; ++block) {
-        ValueRange range = ValueRange::nothing(type_);
-        for (int64_t k = block * kBlock; k < std::min<int64_t>((block + 1) * kBlock, data_.sizes[2]); ++k) range.join(at(i, j, k));
-        ranges_.push_back(range);
+  const int64_t rows = int64_t(data_.sizes[0]) * data_.sizes[1], size = data_.sizes[2];
+  for (int64_t length = kBlock; length / kBlock < size; length *= kBlock) {
+    Level level{length, (size + length - 1) / length, {}};
+    level.ranges.reserve(size_t(rows * level.blocks));
+    for (int64_t i = 0; i < data_.sizes[0]; ++i) {
+      for (int64_t j = 0; j < data_.sizes[1]; ++j) {
+        for (int64_t first = 0; first < size; first += length) {
+          level.ranges.push_back(ValueRange::nothing(type_));
+          join_row(i, j, first, std::min(first + length, size) - 1, level.ranges.back());
+        }
       }
+    }
+    levels_.push_back(std::move(level));
+  }
+}
+
+// Of elements from `first` to `last` of a row: the longest blocks that begin where the last one ended.
+void TensorExtremes::join_row(int64_t i, int64_t j, int64_t first, int64_t last, ValueRange& range) const {
+  for (int64_t k = first; k <= last;) {
+    size_t level = levels_.size();
+    const auto fits = [&](const Level& l) { return k % l.length == 0 && (k + l.length - 1 <= last || last == data_.sizes[2] - 1); };
+    while (level > 0 && !fits(levels_[level - 1])) --level;
+    if (level == 0) {
+      range.join(at(i, j, k));
+      ++k;
+    } else {
+      const Level& blocks = levels_[level - 1];
+      range.join(blocks.ranges[size_t(row_of(i, j) * blocks.blocks + k / blocks.length)]);
+      k += blocks.length;
     }
   }
 }
@@ -54,21 +75,10 @@ ValueRange TensorExtremes::over(const int64_t* wanted_first, const int64_t* want
   for (size_t d = 0; d < 3; ++d)
     if (first[d] > last[d]) return range;
   const int64_t rows = (last[0] - first[0] + 1) * (last[1] - first[1] + 1), length = last[2] - first[2] + 1;
-  const int64_t steps = blocks_ > 0 ? std::min<int64_t>(length, length / kBlock + 2 * kBlock) : length;
+  const int64_t steps = levels_.empty() ? length : std::min(length, 4 * kBlock * int64_t(levels_.size() + 1));
   if (rows > kMostSteps || rows * steps > kMostSteps) return ValueRange::everything(type_);
-  for (int64_t i = first[0]; i <= last[0]; ++i) {
-    for (int64_t j = first[1]; j <= last[1]; ++j) {
-      for (int64_t k = first[2]; k <= last[2];) {
-        if (blocks_ > 0 && k % kBlock == 0 && (k + kBlock - 1 <= last[2] || last[2] == data_.sizes[2] - 1)) {
-          range.join(ranges_[size_t(row_of(i, j) * blocks_ + k / kBlock)]);
-          k += kBlock;
-        } else {
-          range.join(at(i, j, k));
-          ++k;
-        }
-      }
-    }
-  }
+  for (int64_t i = first[0]; i <= last[0]; ++i)
+    for (int64_t j = first[1]; j <= last[1]; ++j) join_row(i, j, first[2], last[2], range);
   return range;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
-// The least and the greatest element in boxes of a tensor, for interval arithmetic: found from those of blocks along the last dimension.
+// The least and the greatest element in boxes of a tensor, for interval arithmetic: found from those of blocks along the last dimension, of
+// blocks of blocks and so on.
 #include <cstdint>
 #include <vector>
 
@@ -17,17 +18,23 @@ class TensorExtremes {
   ValueRange over(const int64_t* first, const int64_t* last) const;
 
  private:
-  static constexpr int kBlock = 64;
+  static constexpr int64_t kBlock = 64;           // elements of a block, blocks of one of the next level, ...
   static constexpr int64_t kMostSteps = 1 << 16;  // of one box: elements and blocks that are looked at
 
+  // Blocks of one size: so many of each row, and of each its extremes.
+  struct Level {
+    int64_t length, blocks;
+    std::vector<ValueRange> ranges;
+  };
+
   ValueRange at(int64_t i, int64_t j, int64_t k) const;
+  void join_row(int64_t i, int64_t j, int64_t first, int64_t last, ValueRange& range) const;
   int64_t row_of(int64_t i, int64_t j) const { return i * data_.sizes[1] + j; }
 
   ExpressionTensorData data_;  // with its last dimension of more than one index, number rank_, in the place of the third
   ExpressionType type_;
-  int rank_;                        // of that dimension
-  int64_t blocks_ = 0;              // of a row; 0: not summarised
-  std::vector<ValueRange> ranges_;  // of each block
+  int rank_;  // of that dimension
+  std::vector<Level> levels_;
 };
 
 }  // namespace imbrex

@@ -91,9 +91,9 @@ ValueRange add_or_multiply(ExpressionOp op, ExpressionType type, const ValueRang
   } else {
     range = corners(ExpressionType::real, a, b, [](double x, double y) { return double(float(x) - float(y)); });
   }
-  // Infinities of both signs within the intervals, not only at their corners.
+  // That of infinities of both signs is at a corner, that of 0 and infinity need not be.
   const bool infinite = std::isinf(a.low) || std::isinf(a.high) || std::isinf(b.low) || std::isinf(b.high);
-  range.nan = range.nan || a.nan || b.nan || infinite;
+  range.nan = range.nan || a.nan || b.nan || (op == ExpressionOp::multiply && infinite);
   return range;
 }
 
@@ -101,7 +101,7 @@ ValueRange quotient(const ValueRange& a, const ValueRange& b) {
   if (a.empty() || b.empty()) return {ExpressionType::real, 1, 0, true};
   if (b.contains(0)) return ValueRange::everything(ExpressionType::real);
   ValueRange range = corners(ExpressionType::real, a, b, [](double x, double y) { return double(float(x) / float(y)); });
-  range.nan = range.nan || a.nan || b.nan || ((std::isinf(a.low) || std::isinf(a.high)) && (std::isinf(b.low) || std::isinf(b.high)));
+  range.nan = range.nan || a.nan || b.nan;  // infinity by infinity is at a corner
   return range;
 }
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "expression/problem.h"
+#include "expression/tensor_extremes.h"
 #include "expression/value_range.h"
 #include "imbrex/error.h"
 
@@ -96,6 +97,43 @@ TEST(BlockMask, IntervalsOfEachOperationHoldItsValues) {
                 << " and " << ranges[1].low << " to " << ranges[1].high;
           }
         }
+      }
+    }
+  }
+}
+
+// Boxes of tensors whose rows have blocks of blocks, against every element.
+TEST(BlockMask, ExtremesOfBoxes) {
+  std::mt19937 random(13);
+  const auto below = [&](int n) { return int(random() % unsigned(n)); };
+  for (const auto& sizes : {std::array{1, 1, 9000}, {1, 9000, 1}, {2, 3, 700}, {3, 1, 65}, {2, 64, 1}, {4, 0, 3}, {1, 1, 1}}) {
+    const int count = sizes[0] * sizes[1] * sizes[2];
+    std::vector<int> data(size_t(count) + 1);
+    for (int& x : data) x = below(100000) - 30000;
+    const ExpressionTensorData tensor{data.data(), {sizes[0], sizes[1], sizes[2]}, {sizes[1] * sizes[2], sizes[2], 1}};
+    for (const bool summarised : {true, false}) {
+      const TensorExtremes extremes(tensor, ExpressionType::integer, summarised);
+      for (int n = 0; n < 300; ++n) {
+        int64_t first[3], last[3];
+        for (size_t d = 0; d < 3; ++d) {
+          first[d] = below(sizes[d] + 4) - 2;
+          last[d] = first[d] + (below(4) == 0 ? below(sizes[d] + 2) : below(3));
+          if (n % 3 == 0) first[d] = std::max<int64_t>(first[d], 0), last[d] = std::max(first[d], std::min<int64_t>(last[d], sizes[d] - 1));
+        }
+        ValueRange truth = ValueRange::nothing(ExpressionType::integer);
+        for (int64_t i = first[0]; i <= last[0]; ++i) {
+          for (int64_t j = first[1]; j <= last[1]; ++j) {
+            for (int64_t k = first[2]; k <= last[2]; ++k) {
+              const bool within = i >= 0 && i < sizes[0] && j >= 0 && j < sizes[1] && k >= 0 && k < sizes[2];
+              const double value = within ? data[size_t((i * sizes[1] + j) * sizes[2] + k)] : 0;
+              truth.join(ValueRange::of(ExpressionType::integer, value, value));
+            }
+          }
+        }
+        const ValueRange range = extremes.over(first, last);
+        ASSERT_TRUE(range.low == truth.low && range.high == truth.high)
+            << sizes[0] << " " << sizes[1] << " " << sizes[2] << ": " << range.low << " to " << range.high << ", truly " << truth.low
+            << " to " << truth.high;
       }
     }
   }
