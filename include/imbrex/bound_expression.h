@@ -46,6 +46,7 @@ struct ExpressionRanges {
 enum class Shown : uint8_t { never, sometimes, always };
 const char* to_string(Shown);
 
+// Copies share what they are made of, and any number of threads may compute at a time.
 class BoundExpression {
  public:
   // By name, in any order; others may be among them. Elements whose index is within the tensor for all variables in `ranges`, as interval
