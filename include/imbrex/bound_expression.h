@@ -50,9 +50,9 @@ const char* to_string(Shown);
 class BoundExpression {
  public:
   // By name, in any order; others may be among them. Elements whose index is within the tensor for all variables in `ranges`, as interval
-  // arithmetic shows, are read without a check in rows that lie in `ranges`. An element outside of a tensor is 0 (false), and never read.
-  // Errors expression.empty, expression.tensor. Reads bool expressions' tensors once, to know the extremes of their parts: do not change
-  // them as long as shown() and block_mask() are asked.
+  // arithmetic shows whatever the tensors have in them, are read without a check in rows that lie in `ranges`. An element outside of a
+  // tensor is 0 (false), and never read. Errors expression.empty, expression.tensor. Reads bool expressions' tensors once, to know the
+  // extremes of their parts: do not change them as long as shown() and block_mask() are asked.
   BoundExpression(Expression, std::span<const NamedTensor> tensors = {}, const ExpressionRanges& ranges = {});
 
   const Expression& expression() const;

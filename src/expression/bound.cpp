@@ -50,7 +50,7 @@ BoundExpression::BoundExpression(Expression expression, std::span<const NamedTen
     parts->extremes.emplace_back(parts->tensors.back(), tensor.type, is_mask);
   }
   const std::span<const ExpressionNode> nodes = parts->expression.nodes();
-  const std::vector<ValueRange> values = parts->ranges_of_nodes(ranges);
+  const std::vector<ValueRange> values = parts->ranges_of_nodes(ranges, false);
   parts->checked.assign(nodes.size(), false);
   for (size_t n = 0; n < nodes.size(); ++n) {
     if (nodes[n].op != ExpressionOp::tensor) continue;
@@ -88,7 +88,7 @@ ExpressionValue BoundExpression::evaluate(const ExpressionVariables& at) const {
   return {parts_->expression.type(), values[size_t(count - 1)].bits};
 }
 
-std::vector<ValueRange> BoundExpression::Parts::ranges_of_nodes(const ExpressionRanges& at) const {
+std::vector<ValueRange> BoundExpression::Parts::ranges_of_nodes(const ExpressionRanges& at, bool by_elements) const {
   const IntRange of_variables[] = {{}, at.batch, at.head, at.q, at.kv, at.q_len, at.kv_len};
   const std::span<const ExpressionNode> nodes = expression.nodes();
   std::vector<ValueRange> values;
@@ -103,6 +103,8 @@ std::vector<ValueRange> BoundExpression::Parts::ranges_of_nodes(const Expression
       const IntRange& range = of_variables[node.value];
       values.push_back(node.type == ExpressionType::real ? ValueRange::everything(ExpressionType::real)
                                                          : ValueRange::of(node.type, range.first, range.last));
+    } else if (node.op == ExpressionOp::tensor && !by_elements) {
+      values.push_back(ValueRange::everything(node.type));
     } else if (node.op == ExpressionOp::tensor) {
       int64_t first[3] = {}, last[3] = {};
       for (size_t i = 0; i < 3; ++i) first[i] = int64_t(args[i].low), last[i] = int64_t(args[i].high);
@@ -117,7 +119,7 @@ std::vector<ValueRange> BoundExpression::Parts::ranges_of_nodes(const Expression
 Shown BoundExpression::shown(const ExpressionRanges& ranges) const {
   check(parts_->expression.type() == ExpressionType::boolean, "expression.type", "a mask is a bool expression, got {}",
         to_string(parts_->expression.type()));
-  const ValueRange value = parts_->ranges_of_nodes(ranges).back();
+  const ValueRange value = parts_->ranges_of_nodes(ranges, true).back();
   return value.low > 0 ? Shown::always : value.high < 1 ? Shown::never : Shown::sometimes;
 }
 

@@ -35,7 +35,8 @@ struct BoundExpression::Parts {
   bool holds(const ExpressionVariables& at, int kv_begin, int kv_end) const;  // whether a row is within the ranges
   ExpressionBits value_of(int node, const ExpressionVariables&, const ExpressionBits* values) const;
   void run_row(const ExpressionVariables&, int kv_begin, int kv_end, const float* scores, float* to_scores, uint8_t* to_bytes) const;
-  std::vector<ValueRange> ranges_of_nodes(const ExpressionRanges&) const;
+  // Not by_elements: tensors may have any elements, since these may change.
+  std::vector<ValueRange> ranges_of_nodes(const ExpressionRanges&, bool by_elements) const;
 };
 
 // A variable by its number.
