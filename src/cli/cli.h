@@ -30,6 +30,7 @@ void add_trace(CLI::App&, Action&);
 void add_run(CLI::App&, Action&);
 void add_bench(CLI::App&, Action&);
 void add_verify(CLI::App&, Action&);
+void add_mask(CLI::App&, Action&);
 void add_completion(CLI::App&, Action&);
 
 // "2GiB", "512MiB", "1.5G", "1000000" -> bytes. Error cli.size.

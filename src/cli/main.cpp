@@ -54,6 +54,7 @@ int main(int argc, char** argv) {
   add_trace(app, action);
   add_info(app, action);
   add_compile(app, action);
+  add_mask(app, action);
   add_completion(app, action);
   try {
     app.parse(argc, argv);

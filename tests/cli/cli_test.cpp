@@ -9,7 +9,8 @@ namespace imbrex::test {
 namespace {
 
 TEST_F(Cli, HelpOfEverySubcommand) {
-  for (const char* sub : {"", "run", "select", "bench", "verify", "trace", "trace stats", "trace gen", "info", "compile", "completion"}) {
+  for (const char* sub :
+       {"", "run", "select", "bench", "verify", "trace", "trace stats", "trace gen", "info", "compile", "mask", "completion"}) {
     const Ran ran = run(std::string(sub) + " --help");
     EXPECT_EQ(ran.code, 0) << sub;
     EXPECT_TRUE(contains(ran.out, "Usage:")) << sub;

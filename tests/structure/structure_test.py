@@ -19,6 +19,7 @@ LONG_FILES = {}
 # Which folders of src/ a folder may include. Public headers count as part of the folder they are declared for.
 ARROWS = {
     "core": {"core"},
+    "expression": {"expression", "core"},
     "family": {"family", "core"},
     "attention": {"attention", "family", "core"},
     "short_conv": {"short_conv", "family", "core"},
@@ -31,7 +32,7 @@ ARROWS = {
     "conformance": {"conformance", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "serve": {"serve", "conformance", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "api": {"api", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
-    "cli": {"cli", "serve", "conformance", "api", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
+    "cli": {"cli", "expression", "serve", "conformance", "api", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
 }
 HARDWARE = {"cpu", "cuda"}
 # Which folders of src/cuda/ a folder there may include. What lies in src/cuda/ itself stands above them, but for what crosses into kernels.
@@ -49,6 +50,7 @@ CUDA_ARROWS = {
 CUDA_PARAMS = ("src/cuda/params.h", "src/cuda/state_params.h", "src/cuda/short_conv_params.h", "src/cuda/recurrent_params.h", "src/cuda/mla_params.h")
 REGISTRY = "src/attention/registry.cpp"
 PUBLIC_CORE = {"tensor.h", "error.h", "capture.h", "device.h", "device_platform.h", "device_stream.h", "parallel.h", "workspace.h"}
+PUBLIC_EXPRESSION = {"expression.h", "bound_expression.h"}
 PUBLIC_FAMILY = {"batch.h", "family.h", "layer_spec.h", "plan.h"}
 PUBLIC_SHORT_CONV = {"short_conv.h"}
 PUBLIC_RECURRENT = {"recurrent.h"}
@@ -78,7 +80,7 @@ def includes(path):
 
 
 def folder_of_public(name):
-    for folder, names in (("core", PUBLIC_CORE), ("family", PUBLIC_FAMILY), ("short_conv", PUBLIC_SHORT_CONV), ("recurrent", PUBLIC_RECURRENT), ("mla", PUBLIC_MLA), ("model", PUBLIC_MODEL), ("api", PUBLIC_API)):
+    for folder, names in (("core", PUBLIC_CORE), ("expression", PUBLIC_EXPRESSION), ("family", PUBLIC_FAMILY), ("short_conv", PUBLIC_SHORT_CONV), ("recurrent", PUBLIC_RECURRENT), ("mla", PUBLIC_MLA), ("model", PUBLIC_MODEL), ("api", PUBLIC_API)):
         if name in names:
             return folder
     return "attention"
@@ -200,7 +202,7 @@ def check_cuda_kernels(root):
     for name, paths in texts.items():
         for path in paths[1:]:
             problems.append(f"{path.relative_to(root.resolve()).as_posix()}: another text of a CUDA kernel is named {name}; they are embedded by name")
-    shared = [(root / name).resolve() for name in (*CUDA_PARAMS, "src/attention/cut_item.h", "src/attention/ds_mla.h", "include/imbrex/work.h")]
+    shared = [(root / name).resolve() for name in (*CUDA_PARAMS, "src/attention/cut_item.h", "src/attention/ds_mla.h", "src/expression/operations.h", "include/imbrex/work.h")]
     for path in [*(path for paths in texts.values() for path in paths), *(path for path in shared if path.is_file())]:
         relative = path.relative_to(root.resolve()).as_posix()
         for kind, name in includes(path):
