@@ -44,7 +44,6 @@ class CpuBackend final : public BackendOf<AttentionFamily> {
       if (!device.isa_note.empty()) actual += " (" + device.isa_note + ")";
       refuse("device.isa", amx ? "amx" : to_string(needs_), std::move(actual));
     }
-    if (spec.mask.tree) refuse("spec.mask.tree", "no tree of drafts", spec.mask.str());
     if (!amx) {
       if (!reads(spec) || spec.kv_format == KvFormat::amx_packed) refuse("spec.kv_format", "strided", to_string(spec.kv_format));
       // No CPU multiplies fp8 numbers: queries would only be widened again.
