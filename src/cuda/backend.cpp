@@ -340,7 +340,6 @@ class CudaBackend final : public BackendOf<AttentionFamily> {
       reasons.push_back({"device.sm", sm_.str(), fmt::format("{}", device.sm)});
     }
     if (!reads(kernels_, spec)) reasons.push_back({"spec.kv_format", formats_of(kernels_), to_string(spec.kv_format)});
-    if (spec.mask.tree) reasons.push_back({"spec.mask.tree", "no tree of drafts", spec.mask.str()});
     std::ranges::move(refusals_(spec, device), std::back_inserter(reasons));
     return reasons;
   }

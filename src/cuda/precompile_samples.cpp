@@ -73,6 +73,16 @@ std::vector<TightTile> tight_tiles() {
     add_placed(window, dim == 96 ? "sm_80 sm_90a sm_100a" : "sm_90a", dim == 96);
     add_placed(relative);
   }
+  // Words of trees of drafts, beside windows and what else a logit needs.
+  for (const int dim : {64, 128, 256}) {
+    AttentionSpec tree = spec_of(DType::bf16, DType::bf16, dim, dim), window = tree, capped = tree, alibi = tree;
+    tree.mask.tree = window.mask.tree = capped.mask.tree = alibi.mask.tree = true;
+    window.mask.window_left = alibi.mask.window_left = 4095, window.score.sinks = true;
+    capped.score.soft_cap = 50.f, alibi.score.alibi = true;
+    for (const AttentionSpec& spec : {tree, window, capped, alibi}) add("sm_80 sm_90a sm_100a", spec, both);
+    tree.kv_dtype = DType::fp8_e4m3;
+    add("sm_90a", tree, both);
+  }
   add_placed(spec_of(DType::bf16, DType::fp8_e4m3, 128, 128));
   add_placed(spec_of(DType::f32, DType::f32, 128, 128));
   AttentionSpec wide = spec_of(DType::bf16, DType::bf16, 256, 256);

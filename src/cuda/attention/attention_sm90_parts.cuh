@@ -29,7 +29,7 @@ struct Rows {         // what a thread knows of its two rows
 DEVICE void set_seen(Rows& rows, const AttentionParams& p, const Item& item, int row) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const KeyRange seen = visible_keys(p, item.position_of(min(row + 8 * h, item.num_rows - 1)));
+    const KeyRange seen = seen_by(p, item, min(row + 8 * h, item.num_rows - 1));
     rows.seen[h] = {max(seen.lo, item.lo), min(seen.hi, item.hi)};
   }
 }
@@ -62,6 +62,21 @@ DEVICE void hide(int begin, const Rows& rows, S& s) {
     const int first = begin + first_column(), lo = rows.seen[h].lo - first, hi = rows.seen[h].hi - first;
     each_of_row(s, h, [=](float& x, int key) {
       if (key >= hi || (kWindow && key < lo)) x = -infinity();
+    });
+  }
+}
+
+// Hides from rows `row` and `row` + 8 of a tree of drafts the keys of tokens that are no ancestors. Words are loaded here, since few tiles
+// have such keys, and registers are few in all of them.
+template <class S>
+DEVICE void hide_others(const AttentionParams& p, const Item& item, int row, int begin, S& s) {
+  if (begin + kTileKeys <= item.first_bit) return;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const u64 word = item.word_of(p, row + 8 * h);
+    const int bit = begin + first_column() - item.first_bit;
+    each_of_row(s, h, [=](float& x, int key) {
+      if (!shows(word, min(bit + key, kMostTreeTokens - 1))) x = -infinity();
     });
   }
 }

@@ -2,6 +2,7 @@
 // commit() sends it.
 #include <algorithm>
 
+#include "attention/mask.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
 #include "cuda/plan/plan.h"
@@ -193,6 +194,7 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
     write_shared_tokens(details, m.put(regimes_[regime].shared_tokens, details.merge_of.size()));
     std::ranges::copy(details.parts, m.put(regimes_[regime].merge_parts, details.parts.size()));
   }
+  put_trees(batch);
   if (spec_.mask.positions) std::copy_n(batch.positions.data(), step.num_tokens, m.put(arrays_.positions, size_t(step.num_tokens)));
   if (!batch.slot_mapping.empty() && on_host(batch.slot_mapping))
     std::copy_n(batch.slot_mapping.as<const long>(), step.num_tokens, m.put(arrays_.slots, size_t(step.num_tokens)));
@@ -200,6 +202,22 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
   if (!batch.custom_mask.empty() && on_host(batch.custom_mask)) {
     const size_t bytes = size_t(batch.custom_mask.size(0));
     std::copy_n(batch.custom_mask.as<const unsigned char>(), bytes, m.put(arrays_.custom_mask, bytes));
+  }
+}
+
+// What each token of a tree of drafts sees of the others, and where it stands.
+void Plan::put_trees(const Batch& batch) {
+  if (!spec_.mask.tree) return;
+  const size_t tokens = size_t(batch.num_tokens());
+  int *const positions = memory_->put(arrays_.positions, tokens), *const first = memory_->put(arrays_.tree_first, tokens);
+  unsigned long* const seen = memory_->put(arrays_.tree_seen, tokens);
+  for (int r = 0; r < batch.num_reqs(); ++r) {
+    find_nodes(batch, spec_.mask, r, nodes_);
+    for (size_t t = 0; t < nodes_.size(); ++t) {
+      const size_t token = size_t(batch.query_start_loc[size_t(r)]) + t;
+      positions[token] = nodes_[t].position, seen[token] = nodes_[t].seen;
+      first[token] = int(first_visible_key(spec_.mask, nodes_[t].position));
+    }
   }
 }
 

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "attention/draft_tree.h"
+#include "attention/mask.h"
 #include "imbrex/schedule.h"
 
 namespace imbrex::cuda::fake {
@@ -46,9 +48,18 @@ void plan_batch(const PlanBatchParams& p, const Mask& mask) {
     custom += long(batch.query_len(r)) * batch.seq_lens[r];
   }
   if (custom > p.mask_bytes && p.custom_start) std::abort();
-  for (int token = 0; p.positions && token < batch.num_tokens(); ++token)
+  for (int token = 0; p.positions_from && token < batch.num_tokens(); ++token)
     p.positions[token] = std::clamp(p.positions_from[token], 0, p.most_position);
-  if (p.positions) batch.positions = {p.positions, size_t(batch.num_tokens())};
+  if (p.positions && !mask.tree) batch.positions = {p.positions, size_t(batch.num_tokens())};
+  if (p.parents_from) batch.draft_parents = {p.parents_from, size_t(batch.num_tokens())};
+  if (p.num_drafts_from) batch.num_drafts = {p.num_drafts_from, size_t(p.num_reqs)};
+  for (int r = 0; p.tree_seen && r < p.num_reqs; ++r) {
+    std::vector<TreeNode> nodes;
+    find_nodes(batch, mask, r, nodes);
+    for (size_t t = 0; t < nodes.size(); ++t)
+      p.positions[size_t(p.starts_from[r]) + t] = nodes[t].position, p.tree_seen[size_t(p.starts_from[r]) + t] = nodes[t].seen,
+                                        p.tree_first[size_t(p.starts_from[r]) + t] = int(first_visible_key(mask, nodes[t].position));
+  }
   int rows = 0;
   for (const RegimeLists& regime : p.regimes) {
     SchedulePolicy policy = policy_of(regime.rules);
