@@ -307,6 +307,7 @@ struct PlanBatchProblem {
     if (kind == 3) limits.min_query_len = 1 + below(4);
     if (kind == 2 && num_reqs() > 0) starts[size_t(below(num_reqs()))] += 1 + below(3);
   }
+  bool starts_fall() const { return !std::is_sorted(starts.begin(), starts.end()); }
   // The first rule that a request breaks, as params.h defines them.
   BatchRule first_broken(int r, long mask_begin) const {
     const int begin = starts[size_t(r)], end = starts[size_t(r) + 1], len = lens[size_t(r)];
@@ -319,7 +320,7 @@ struct PlanBatchProblem {
     if (len < end - begin) return kQueriesAreKeys;
     if (len > blocks * kBlockSize) return kBlocksSuffice;
     if (mask.custom && mask_begin + mask_rows(r) > mask_bytes) return kMaskSuffices;
-    if (mask.tree && !is_tree(r)) return kParentsFit;
+    if (mask.tree && !starts_fall() && !is_tree(r)) return kParentsFit;
     return kNumBatchRules;
   }
   void judge() {

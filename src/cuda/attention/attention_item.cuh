@@ -153,6 +153,13 @@ DEVICE RowsSeen seen_by_rows(const AttentionParams& p, const Item& item, int fir
 }
 // Whether a word shows key number `bit` of its request's queries; it does every key in front of these.
 DEVICE bool shows(u64 word, int bit) { return bit < 0 || (word >> bit & 1) != 0; }
+// The first `count` bits.
+DEVICE u64 low_bits(int count) { return count <= 0 ? 0 : count < 64 ? (u64(1) << count) - 1 : ~u64(0); }
+// A word that shows key number `bit` in bit 0, and those behind it in the others.
+DEVICE u64 word_from(u64 word, int bit) {
+  if (bit >= 0) return bit < 64 ? word >> bit : 0;
+  return (bit > -64 ? word << -bit : 0) | low_bits(-bit);
+}
 // What lies between a query and such a key that it sees, in depth: the keys behind that key which it sees too. 0 or below.
 DEVICE int depth_to(u64 word, int bit) { return -__popcll(word >> bit >> 1); }
 

@@ -164,10 +164,11 @@ class Consumer {
     if constexpr (!kPlainLogits) modify(rows, s);
     if constexpr (edge && kCustomMask) {
       hide_masked(p_, item(), item_row(), tile_, s);
+    } else if constexpr (edge && kTree) {
+      hide_in_tree(p_, item(), item_row(), begin, s);
     } else if constexpr (edge) {
       if constexpr (!kPlainLogits) set_seen(rows, p_, item(), item_row());  // not kept meanwhile
       hide(begin, rows, s);
-      if constexpr (kTree) hide_others(p_, item(), item_row(), begin, s);
     }
     return weigh(p_, begin, rows, s, sums.reference, sums.sum, sums.factor, kSlack, kFresh);
   }

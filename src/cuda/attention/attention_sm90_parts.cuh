@@ -66,17 +66,23 @@ DEVICE void hide(int begin, const Rows& rows, S& s) {
   }
 }
 
-// Hides from rows `row` and `row` + 8 of a tree of drafts the keys of tokens that are no ancestors. Words are loaded here, since few tiles
-// have such keys, and registers are few in all of them.
+// Hides from rows `row` and `row` + 8 of a tree of drafts what they do not see. All that says it is read and computed here, since few tiles
+// need it, and registers are few in all of them.
 template <class S>
-DEVICE void hide_others(const AttentionParams& p, const Item& item, int row, int begin, S& s) {
-  if (begin + kTileKeys <= item.first_bit) return;
+DEVICE void hide_in_tree(const AttentionParams& p, const Item& item, int row, int begin, S& s) {
+  constexpr int kWords = (kTileKeys + 63) / 64;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const u64 word = item.word_of(p, row + 8 * h);
-    const int bit = begin + first_column() - item.first_bit;
+    u64 seen[kWords];  // of the tile's keys from the thread's first column on, whose numbers are constants then
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int key = begin + first_column() + 64 * i;
+      seen[i] = item.first_bit == kFar ? low_bits(item.own_key(row + 8 * h) + 1 - key) : word_from(word, key - item.first_bit);
+      if constexpr (kWindow) seen[i] &= ~low_bits(item.first_seen(p, row + 8 * h) - key);
+    }
     each_of_row(s, h, [=](float& x, int key) {
-      if (!shows(word, min(bit + key, kMostTreeTokens - 1))) x = -infinity();
+      if ((seen[key / 64] >> key % 64 & 1) == 0) x = -infinity();
     });
   }
 }

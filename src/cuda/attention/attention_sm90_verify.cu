@@ -131,12 +131,7 @@ class Consumer {
   DEVICE bool softmax(const Rows& rows, int tile, Scores& s, Sums& sums, float (&factor)[2]) const {
     if constexpr (!kPlainLogits) modify(rows, s);
     if constexpr (edge && kTree) {
-      const Item& item = shared_.item[item_slot().at];
-      const int row = first_row() + matrix_row();
-      Rows there = rows;
-      set_seen(there, p_, item, row);  // not kept meanwhile
-      hide(tile * kTileKeys, there, s);
-      hide_others(p_, item, row, tile * kTileKeys, s);
+      hide_in_tree(p_, shared_.item[item_slot().at], first_row() + matrix_row(), tile * kTileKeys, s);
     } else if constexpr (edge) {
       hide(tile * kTileKeys, rows, s);
     }

@@ -208,17 +208,15 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
 // What each token of a tree of drafts sees of the others, and where it stands.
 void Plan::put_trees(const Batch& batch) {
   if (!spec_.mask.tree) return;
-  const size_t tokens = size_t(batch.num_tokens());
-  int *const positions = memory_->put(arrays_.positions, tokens), *const first = memory_->put(arrays_.tree_first, tokens);
-  unsigned long* const seen = memory_->put(arrays_.tree_seen, tokens);
+  nodes_.clear();
   for (int r = 0; r < batch.num_reqs(); ++r) {
-    find_nodes(batch, spec_.mask, r, nodes_);
-    for (size_t t = 0; t < nodes_.size(); ++t) {
-      const size_t token = size_t(batch.query_start_loc[size_t(r)]) + t;
-      positions[token] = nodes_[t].position, seen[token] = nodes_[t].seen;
-      first[token] = int(first_visible_key(spec_.mask, nodes_[t].position));
-    }
+    find_nodes(batch, spec_.mask, r, nodes_of_request_);
+    nodes_.insert(nodes_.end(), nodes_of_request_.begin(), nodes_of_request_.end());
   }
+  std::ranges::transform(nodes_, memory_->put(arrays_.positions, nodes_.size()), &TreeNode::position);
+  std::ranges::transform(nodes_, memory_->put(arrays_.tree_first, nodes_.size()),
+                         [&](const TreeNode& node) { return int(first_visible_key(spec_.mask, node.position)); });
+  std::ranges::transform(nodes_, memory_->put(arrays_.tree_seen, nodes_.size()), &TreeNode::seen);
 }
 
 void Plan::commit(Stream stream) {
