@@ -41,10 +41,10 @@ struct Batch {
   // say. No other request of the step may write it; any number may read it. Not read for a request without earlier tokens. Empty: its own
   std::span<const int32_t> source_slots;
   // [num_tokens], on the host; only for layers with tree_drafts or Mask::tree: the token that a draft follows, counted from 0 among the
-  // request's tokens of the step (SGLang: retrieve_parent_token). It is a draft in front of this one, or the last token that is no draft: -1
-  // where all are. Not read for tokens that are no drafts: each follows the one in front of it. Empty: so do drafts.
-  // Under Mask::tree all tokens are drafts where num_drafts is empty, and a draft may follow any token in front of it, or none: -1. A request
-  // of more than kMostTreeTokens tokens, a prompt say, has to be a chain
+  // request's tokens of the step (SGLang: retrieve_parent_token). It is a draft in front of this one, or the last token that is no draft:
+  // -1 where all are. Not read for tokens that are no drafts: each follows the one in front of it. Empty: so do drafts. Under Mask::tree
+  // all tokens are drafts where num_drafts is empty, and a draft may follow any token in front of it, or none: -1. A request of more than
+  // kMostTreeTokens tokens, a prompt say, has to be a chain
   std::span<const int32_t> draft_parents;
 
   int num_reqs() const { return int(seq_lens.size()); }

@@ -199,7 +199,8 @@ void bind_plan_class(nb::module_& m) {
             batch.num_drafts = view_of(num_drafts, "num_drafts", DType::i32);
             batch.max_num_tokens = max_num_tokens;
             p.use(stream, [&](AttentionPlan& plan, Stream on) { plan.update_on_device(batch, on); });
-            p.hold({&block_table, &kv_indptr, &kv_indices, &kv_start_loc, &slot_mapping, &custom_mask, &positions, &draft_parents, &num_drafts});
+            p.hold({&block_table, &kv_indptr, &kv_indices, &kv_start_loc, &slot_mapping, &custom_mask, &positions, &draft_parents,
+                    &num_drafts});
           },
           nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("max_num_tokens") = 0, nb::arg("block_table") = nb::none(),
           nb::arg("kv_indptr") = nb::none(), nb::arg("kv_indices") = nb::none(), nb::arg("kv_start_loc") = nb::none(),

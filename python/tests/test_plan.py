@@ -405,7 +405,13 @@ def test_trees_of_drafts(rng, window_left):
         np.testing.assert_allclose(out[a:b], expected[0], atol=2e-6)
     # Drafts behind tokens that are certain: their own parents alone are read.
     some = np.minimum(step.q_lens, 2).astype(np.int32)
-    plan.update(step.query_start_loc, step.seq_lens, draft_parents=np.concatenate([np.arange(n, dtype=np.int32) - 1 for n in step.q_lens]), num_drafts=some, **arrays)
+    plan.update(
+        step.query_start_loc,
+        step.seq_lens,
+        draft_parents=np.concatenate([np.arange(n, dtype=np.int32) - 1 for n in step.q_lens]),
+        num_drafts=some,
+        **arrays,
+    )
     np.testing.assert_allclose(plan.run(step.q, pages), step.expected(causal=True, window_left=window_left)[0], atol=2e-6)
     with pytest.raises(imbrex.Error, match="expected a parent of -1 to 2 for token 3 of request 0, got 3"):
         wrong = np.concatenate(parents)

@@ -15,8 +15,8 @@ struct BatchPart {
   std::vector<TokenRange> ranges;  // merged where they touch; empty: nothing to do this step
   int num_tokens = 0;
   std::vector<int32_t> query_start_loc;
-  std::vector<int64_t> slots;        // slot_mapping of this part's tokens, when gathered
-  std::vector<uint8_t> custom_mask;  // likewise
+  std::vector<int64_t> slots;                     // slot_mapping of this part's tokens, when gathered
+  std::vector<uint8_t> custom_mask;               // likewise
   std::vector<int32_t> positions, draft_parents;  // likewise
 
   bool contiguous() const { return ranges.size() == 1; }

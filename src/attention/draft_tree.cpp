@@ -35,7 +35,8 @@ void check_draft_parents(const Batch& batch, bool of_trees) {
       check(parent >= -1 && parent < t, "batch.draft_parents.range", "expected a parent of -1 to {} for token {} of request {}, got {}",
             t - 1, t, r, parent);
       check(q_len <= kMostTreeTokens || parent == t - 1, "batch.draft_parents.chain",
-            "a tree has at most {} tokens: expected each of the {} tokens of request {} to follow the one in front of it, token {} follows {}",
+            "a tree has at most {} tokens: expected each of the {} tokens of request {} to follow the one in front of it, token {} follows "
+            "{}",
             kMostTreeTokens, q_len, r, t, parent);
     }
   }
@@ -54,23 +55,31 @@ PositionRange tree_positions(const Batch& batch, int r, int t0, int t1) {
   return {context + least, context + t1 - 1};
 }
 
-void find_nodes(const Batch& batch, const Mask& mask, int r, std::vector<TreeNode>& nodes) {
+static void append_nodes(const Batch& batch, const Mask& mask, int r, std::vector<TreeNode>& nodes) {
   const int q_len = batch.query_len(r), context = batch.context_len(r);
-  nodes.assign(size_t(q_len), {});
-  if (q_len > kMostTreeTokens) {
-    for (int t = 0; t < q_len; ++t) nodes[size_t(t)].position = context + t;
-    return;
-  }
+  const bool has_bits = q_len <= kMostTreeTokens;
+  const size_t begin = nodes.size();
   for (int t = 0; t < q_len; ++t) {
-    const int parent = parent_of(batch, r, t);
-    TreeNode& node = nodes[size_t(t)];
-    node = {.seen = uint64_t(1) << t, .position = context};
-    if (parent >= 0) node.seen |= nodes[size_t(parent)].seen, node.position = nodes[size_t(parent)].position + 1;
+    const int parent = has_bits ? parent_of(batch, r, t) : t - 1;
+    TreeNode node{.seen = has_bits ? uint64_t(1) << t : 0, .position = context};
+    if (parent >= 0) node.seen |= nodes[begin + size_t(parent)].seen, node.position = nodes[begin + size_t(parent)].position + 1;
+    node.first = int(first_visible_key(mask, node.position));
+    nodes.push_back(node);
   }
-  if (!forgets(mask)) return;
-  for (int t = q_len - 1; t >= 0; --t)
-    for (int k = 0; k < t; ++k)
-      if (!mask_allows(mask, nodes[size_t(t)].position, nodes[size_t(k)].position)) nodes[size_t(t)].seen &= ~(uint64_t(1) << k);
+  if (!forgets(mask) || !has_bits) return;
+  for (size_t t = begin; t < nodes.size(); ++t)
+    for (size_t k = begin; k < t; ++k)
+      if (nodes[k].position < nodes[t].first) nodes[t].seen &= ~(uint64_t(1) << (k - begin));
+}
+
+void find_nodes(const Batch& batch, const Mask& mask, int r, std::vector<TreeNode>& nodes) {
+  nodes.clear();
+  append_nodes(batch, mask, r, nodes);
+}
+
+void find_nodes(const Batch& batch, const Mask& mask, std::vector<TreeNode>& nodes) {
+  nodes.clear();
+  for (int r = 0; r < batch.num_reqs(); ++r) append_nodes(batch, mask, r, nodes);
 }
 
 }  // namespace imbrex

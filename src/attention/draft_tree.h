@@ -26,12 +26,15 @@ void check_draft_parents(const Batch&, bool of_trees);
 // the index of the last one's key among the request's keys, since behind it there are no ancestors.
 PositionRange tree_positions(const Batch&, int r, int t0, int t1);
 
-// A query token of a request.
+// A query token.
 struct TreeNode {
-  uint64_t seen = 0;  // bit k: it sees the key of the request's query token k. Of a chain longer than kMostTreeTokens: no bits
-  int position = 0;   // number of keys in front of the queries, plus its depth
+  uint64_t seen = 0;  // bit k: it sees the key of its request's query token k. In a chain longer than kMostTreeTokens: no bits
+  int position = 0;   // number of keys in front of its request's queries, plus its depth
+  int first = 0;      // the first key that windows and chunks leave it
 };
 // Those of a request, in their order. A key that the mask hides by its position, which its depth says, is not seen.
 void find_nodes(const Batch&, const Mask&, int r, std::vector<TreeNode>&);
+// Those of all requests.
+void find_nodes(const Batch&, const Mask&, std::vector<TreeNode>&);
 
 }  // namespace imbrex

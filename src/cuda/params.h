@@ -114,7 +114,17 @@ struct FlatCounts {
 
 // For plan_batch.cu: the rules for requests whose lengths are on the device. A request that breaks a rule is left out; when starts
 // decrease, all are.
-enum BatchRule : int { kStartsRise, kTokensFit, kQueryFits, kKeysFit, kQueriesAreKeys, kBlocksSuffice, kMaskSuffices, kParentsFit, kNumBatchRules };
+enum BatchRule : int {
+  kStartsRise,
+  kTokensFit,
+  kQueryFits,
+  kKeysFit,
+  kQueriesAreKeys,
+  kBlocksSuffice,
+  kMaskSuffices,
+  kParentsFit,
+  kNumBatchRules
+};
 
 struct RegimeLists {
   CutRules rules;
@@ -132,8 +142,8 @@ struct PlanBatchParams {
   const int* positions_from;              // the caller's [max_tokens]; null: not given
   // Of trees of drafts the caller's [max_tokens] and [num_reqs]; null: each token follows the one in front of it; all tokens are drafts.
   const int *parents_from, *num_drafts_from;
-  long kv_stride, kv_entries;             // dense: elements between rows, columns; otherwise 0, entries that kv_starts may point at
-  long entry_keys, mask_bytes;            // keys of a block, or 1; bytes of the custom mask
+  long kv_stride, kv_entries;   // dense: elements between rows, columns; otherwise 0, entries that kv_starts may point at
+  long entry_keys, mask_bytes;  // keys of a block, or 1; bytes of the custom mask
   int num_reqs, max_tokens, min_query_len, max_query_len, max_seq_len;  // as PlanLimits has the last three
   int num_kv_heads;
   int most_position;  // one that is beyond it, or negative, counts as the nearest that is not

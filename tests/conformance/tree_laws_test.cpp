@@ -105,7 +105,8 @@ TEST_P(TreeLaws, ATreeIsItsPaths) {
         path.spec.mask.tree = false, path.draft_parents = {};
         path.requests = {{int(tokens.size()), int(keys.size()), 0}};
         path.q = rows_of(in.q, tokens), path.k = rows_of(in.k, keys), path.v = rows_of(in.v, keys);
-        const RunResult own{.out = rows_of(tree.out, tokens, heads * c.spec.head_dim_v), .lse = rows_of(tree.lse, tokens, heads), .violations = {}};
+        const RunResult own{
+            .out = rows_of(tree.out, tokens, heads * c.spec.head_dim_v), .lse = rows_of(tree.lse, tokens, heads), .violations = {}};
         const Judgement judgement = judge(expect(path), own);
         EXPECT_TRUE(judgement.pass()) << c.spec.str() << ", path to token " << leaf << " of " << r.q_len << ": " << judgement.failure;
       }
@@ -181,7 +182,8 @@ TEST_P(TreeLaws, NeighboursPagesAndThreadsDoNotMatter) {
       for (int i = 0; i < r.q_len; ++i) tokens.push_back(token++);
       Case alone = c;
       alone.requests = {r};
-      const RunResult own{.out = rows_of(together.out, tokens, heads * c.spec.head_dim_v), .lse = rows_of(together.lse, tokens, heads), .violations = {}};
+      const RunResult own{
+          .out = rows_of(together.out, tokens, heads * c.spec.head_dim_v), .lse = rows_of(together.lse, tokens, heads), .violations = {}};
       expect_same(run(make_inputs(alone), options(alone)), own, c.spec.str() + " being alone");
     }
     RunOptions other = options(c);

@@ -12,7 +12,6 @@
 
 #include "attention/cut_rules.h"
 #include "attention/draft_tree.h"
-#include "attention/mask.h"
 #include "cuda/params.h"
 #include "cuda/plan/plan.h"
 #include "cuda/plan/plan_arrays.h"
@@ -88,7 +87,8 @@ struct PlanBatchProblem {
 
   // All arrays one after the other; what the kernel writes is 0xff before.
   struct Layout : ArrayLayout {
-    ArrayOf<int> starts_from, lengths_from, kv_starts, query_start, seq_lens, item_start, broken, positions_from, positions, parents_from, drafts_from, tree_first;
+    ArrayOf<int> starts_from, lengths_from, kv_starts, query_start, seq_lens, item_start, broken, positions_from, positions, parents_from,
+        drafts_from, tree_first;
     ArrayOf<unsigned long> tree_seen;
     ArrayOf<long> block_start, custom_start;
     ArrayOf<CutItem> items;
@@ -205,7 +205,7 @@ struct PlanBatchProblem {
         const size_t token = size_t(starts[r]) + t;
         EXPECT_EQ(values(l.positions, token + 1)[token], nodes[t].position) << "request " << r << ", token " << t;
         EXPECT_EQ(values(l.tree_seen, token + 1)[token], nodes[t].seen) << "request " << r << ", token " << t;
-        EXPECT_EQ(values(l.tree_first, token + 1)[token], first_visible_key(mask, nodes[t].position)) << "request " << r << ", token " << t;
+        EXPECT_EQ(values(l.tree_first, token + 1)[token], nodes[t].first) << "request " << r << ", token " << t;
       }
     }
     const std::vector<Schedule> lists = expected();
@@ -269,7 +269,8 @@ struct PlanBatchProblem {
     for (int r = 0; r < num_reqs(); ++r) {
       const int begin = starts[size_t(r)], q_len = starts[size_t(r) + 1] - begin, own = drafts.empty() ? q_len : below(q_len + 1);
       if (!drafts.empty()) drafts[size_t(r)] = own;
-      for (int t = 0; t < q_len; ++t) parents[size_t(begin + t)] = t < q_len - own ? 77 : q_len > imbrex::kMostTreeTokens ? t - 1 : below(t + 1) - 1;
+      for (int t = 0; t < q_len; ++t)
+        parents[size_t(begin + t)] = t < q_len - own ? 77 : q_len > imbrex::kMostTreeTokens ? t - 1 : below(t + 1) - 1;
       if (spoil && own > 0 && below(9) == 0) parents[size_t(begin + q_len - 1 - below(own))] = below(2) == 0 ? q_len : -2;
     }
   }

@@ -31,7 +31,8 @@ enum class PositionPattern : uint8_t {
 
 constexpr int kSpanTokens = 12;
 
-// Batch::draft_parents of a request's queries, where these are no more than kMostTreeTokens; of others, and of every fifth request, a chain.
+// Batch::draft_parents of a request's queries, where these are no more than kMostTreeTokens; of others, and of every fifth request, a
+// chain.
 enum class TreePattern : uint8_t {
   none,
   binary,  // in the order of a heap: two tokens follow each

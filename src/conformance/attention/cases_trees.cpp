@@ -52,7 +52,8 @@ void add_tree_cases(CaseTable& table) {
   }
   // More keys than a split has, and a tree on both sides of where one ends.
   const Requests long_ones{{8, 9000}, {16, 4100}, {64, 4130}, {5, 4500}};
-  for (const size_t i : {0u, 5u, 9u}) set(table.add(fmt::format("tree_{}_long", variants[i].name), 4, 1, {64, 64}, kDTypes[i % 2], long_ones), variants[i]);
+  for (const size_t i : {0u, 5u, 9u})
+    set(table.add(fmt::format("tree_{}_long", variants[i].name), 4, 1, {64, 64}, kDTypes[i % 2], long_ones), variants[i]);
   // Pages of one token, and keys without pages.
   for (const int block_size : {0, 1, 5}) {
     Case& c = table.add(fmt::format("tree_random_page{}", block_size), 2, 2, {64, 64}, kDTypes[0], border);

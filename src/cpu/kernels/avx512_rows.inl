@@ -52,7 +52,8 @@ IMBREX_INLINE void range_masks(const Row& row, int kb, __mmask16 seen[kVecs]) {
 IMBREX_INLINE void row_masks(const Row& row, int kb, __mmask16 seen[kVecs]) {
   range_masks(row, kb, seen);
   for (int t = 0; t < kVecs && row.custom; ++t) {
-    if (seen[t]) seen[t] &= _mm_test_epi8_mask(_mm_maskz_loadu_epi8(seen[t], row.custom + (kb - row.first_byte) + 16 * t), _mm_set1_epi8(-1));
+    if (seen[t])
+      seen[t] &= _mm_test_epi8_mask(_mm_maskz_loadu_epi8(seen[t], row.custom + (kb - row.first_byte) + 16 * t), _mm_set1_epi8(-1));
   }
 }
 

@@ -59,8 +59,8 @@ struct PositionOf<true> {
 constexpr bool kGivenPositions = kPositions || kTree;
 using Position = PositionOf<kGivenPositions>;
 
-// What an item of queries that are a tree of drafts has besides. Their own keys are the request's last, and which of them a query sees is in
-// its word of AttentionParams::tree_seen; its other keys are those of a causal mask and of its position.
+// What an item of queries that are a tree of drafts has besides. Their own keys are the request's last, and which of them a query sees is
+// in its word of AttentionParams::tree_seen; its other keys are those of a causal mask and of its position.
 template <bool>
 struct TreePart {
   static constexpr int first_own = 0, first_bit = kFar, all_first = -kFar;

@@ -157,8 +157,8 @@ int attention_sm80_smem_bytes(const AttentionSpec& given, const AttentionTiles& 
   // Sizes of members of SharedStorage in attention_sm80.cu; tests compare the sum with the compiled kernel's.
   constexpr int kScale = 4, kRowTerms = 16;  // ItemSlot: two arrays of rows, and the item
   const int item = given.mask.tree ? 80 : 56;
-  constexpr int kState = 8;                              // state of a row and team
-  constexpr int kTask = 8;                               // next_task and ended
+  constexpr int kState = 8;  // state of a row and team
+  constexpr int kTask = 8;   // next_task and ended
   const int slot = rounded_up(q + t.rows * (kScale + kRowTerms) + item, 16), state = t.key_warps * t.rows * kState;
   return rounded_up(slot + t.key_warps * std::max(t.stages * stage, part) + state + kTask, 16);
 }

@@ -146,7 +146,7 @@ class Plan final : public StepPlan {
   std::unique_ptr<FlatKv> flat_;  // null: no need
   Arrays arrays_;
   std::unique_ptr<PlanArrays> memory_;
-  std::vector<TreeNode> nodes_, nodes_of_request_;  // of a batch, while an update puts them down
+  std::vector<TreeNode> nodes_;               // of a batch, while an update puts them down
   DeviceBuffer counters_;                     // a task of each regime, then arrivals
   int mask_words_ = 0, seen_tile_words_ = 0;  // as in AttentionParams
   int64_t partial_rows_ = 0;                  // the most that a batch within the limits has

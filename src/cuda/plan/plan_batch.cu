@@ -142,9 +142,7 @@ DEVICE void take_trees(const PlanBatchParams& p, const SharedStorage& s) {
     const int own = token - begin, context = p.seq_lens[r] - q_len;
     if (own >= q_len || context < 0) continue;  // left out
     const int drafts = p.num_drafts_from == nullptr ? q_len : p.num_drafts_from[r];
-    const auto parent_of = [&](int t) {
-      return p.parents_from == nullptr || t < q_len - drafts ? t - 1 : p.parents_from[begin + t];
-    };
+    const auto parent_of = [&](int t) { return p.parents_from == nullptr || t < q_len - drafts ? t - 1 : p.parents_from[begin + t]; };
     const int parent = parent_of(own);
     const bool chained = q_len > kMostTreeTokens;
     if (drafts < 0 || drafts > q_len || parent < -1 || parent >= own || (chained && parent != own - 1)) {

@@ -2,7 +2,6 @@
 // commit() sends it.
 #include <algorithm>
 
-#include "attention/mask.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
 #include "cuda/plan/plan.h"
@@ -208,14 +207,9 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
 // What each token of a tree of drafts sees of the others, and where it stands.
 void Plan::put_trees(const Batch& batch) {
   if (!spec_.mask.tree) return;
-  nodes_.clear();
-  for (int r = 0; r < batch.num_reqs(); ++r) {
-    find_nodes(batch, spec_.mask, r, nodes_of_request_);
-    nodes_.insert(nodes_.end(), nodes_of_request_.begin(), nodes_of_request_.end());
-  }
+  find_nodes(batch, spec_.mask, nodes_);
   std::ranges::transform(nodes_, memory_->put(arrays_.positions, nodes_.size()), &TreeNode::position);
-  std::ranges::transform(nodes_, memory_->put(arrays_.tree_first, nodes_.size()),
-                         [&](const TreeNode& node) { return int(first_visible_key(spec_.mask, node.position)); });
+  std::ranges::transform(nodes_, memory_->put(arrays_.tree_first, nodes_.size()), &TreeNode::first);
   std::ranges::transform(nodes_, memory_->put(arrays_.tree_seen, nodes_.size()), &TreeNode::seen);
 }
 

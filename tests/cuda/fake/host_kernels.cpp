@@ -64,7 +64,8 @@ bool sees(const AttentionParams& p, int request, int query, int position, int j)
                   .chunk_lookback = p.chunk > 0 ? p.chunk_before / p.chunk : 0};
   if (!mask_allows(mask, position, key_position(p, request, j))) return false;
   const int q_len = p.query_start[request + 1] - p.query_start[request], context = p.seq_lens[request] - q_len;
-  if (spec.mask.tree && q_len <= kMostTreeTokens && j >= context) return (p.tree_seen[p.query_start[request] + query] >> (j - context) & 1) != 0;
+  if (spec.mask.tree && q_len <= kMostTreeTokens && j >= context)
+    return (p.tree_seen[p.query_start[request] + query] >> (j - context) & 1) != 0;
   return !spec.mask.custom || p.custom_mask[p.custom_start[request] + long(query) * p.seq_lens[request] + j] != 0;
 }
 

@@ -4,8 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "attention/draft_tree.h"
-#include "attention/mask.h"
+#include "cuda/tree_arrays.h"
 #include "imbrex/schedule.h"
 
 namespace imbrex::cuda::fake {
@@ -53,12 +52,11 @@ void plan_batch(const PlanBatchParams& p, const Mask& mask) {
   if (p.positions && !mask.tree) batch.positions = {p.positions, size_t(batch.num_tokens())};
   if (p.parents_from) batch.draft_parents = {p.parents_from, size_t(batch.num_tokens())};
   if (p.num_drafts_from) batch.num_drafts = {p.num_drafts_from, size_t(p.num_reqs)};
-  for (int r = 0; p.tree_seen && r < p.num_reqs; ++r) {
-    std::vector<TreeNode> nodes;
-    find_nodes(batch, mask, r, nodes);
-    for (size_t t = 0; t < nodes.size(); ++t)
-      p.positions[size_t(p.starts_from[r]) + t] = nodes[t].position, p.tree_seen[size_t(p.starts_from[r]) + t] = nodes[t].seen,
-                                        p.tree_first[size_t(p.starts_from[r]) + t] = int(first_visible_key(mask, nodes[t].position));
+  if (p.tree_seen) {
+    const TreeArrays arrays(batch, mask);
+    std::ranges::copy(arrays.positions, p.positions);
+    std::ranges::copy(arrays.first, p.tree_first);
+    std::ranges::copy(arrays.seen, p.tree_seen);
   }
   int rows = 0;
   for (const RegimeLists& regime : p.regimes) {

@@ -9,7 +9,6 @@
 #include <numeric>
 #include <set>
 
-#include "attention/draft_tree.h"
 #include "attention/kv_codec.h"
 #include "attention/mask.h"
 #include "attention/position_bias.h"
@@ -23,6 +22,7 @@
 #include "cuda/lanes/library.h"
 #include "cuda/lanes/variants.h"
 #include "cuda/plan/shared_items.h"
+#include "cuda/tree_arrays.h"
 #include "imbrex/schedule.h"
 
 namespace imbrex::test {
@@ -53,12 +53,6 @@ class LanesPlan final : public AttentionPlan {
     query_start_.assign(batch.query_start_loc.begin(), batch.query_start_loc.end());
     seq_lens_.assign(batch.seq_lens.begin(), batch.seq_lens.end());
     positions_.assign(batch.positions.begin(), batch.positions.end());
-    tree_seen_.clear(), tree_first_.clear();
-    for (int r = 0; spec_.mask.tree && r < batch.num_reqs(); ++r) {
-      std::vector<TreeNode> nodes;
-      find_nodes(batch, spec_.mask, r, nodes);
-      for (const TreeNode& node : nodes) positions_.push_back(node.position), tree_seen_.push_back(node.seen), tree_first_.push_back(int(first_visible_key(spec_.mask, node.position)));
-    }
     block_start_.assign(size_t(batch.num_reqs()), 0);
     custom_start_ = block_start_;
     long custom = 0;
@@ -97,9 +91,8 @@ class LanesPlan final : public AttentionPlan {
       p.k = side(kv.k, kv.k_scale), p.v = side(kv.v, kv.v_scale);
     p.query_start = query_start_.data(), p.seq_lens = seq_lens_.data();
     p.block_ids = batch_.block_table.as<const int>(), p.block_start = block_start_.data();
-    p.positions = positions_.data();
-    p.tree_seen = tree_seen_.data(), p.tree_first = tree_first_.data();
-    p.custom_mask = batch_.custom_mask.as<const unsigned char>(), p.custom_start = custom_start_.data();
+    p.custom_mask = batch_.custom_mask.as<const unsigned char>(), p.custom_start = custom_start_.data(), p.positions = positions_.data();
+    const cuda::TreeArrays trees(batch_, spec_.mask, p);
     const cuda::PlanCounts counts{int(schedule_.work.size()), int(schedule_.merges.size()), batch_.num_tokens(), batch_.num_reqs(),
                                   how_.heads_together};
     std::vector<WorkItem> work(schedule_.work.size());
@@ -246,8 +239,7 @@ class LanesPlan final : public AttentionPlan {
   const AttentionTiles tiles_;
   std::unique_ptr<AttentionPlan> writer_;
   Batch batch_;
-  std::vector<int> query_start_, seq_lens_, positions_, tree_first_;
-  std::vector<unsigned long> tree_seen_;
+  std::vector<int> query_start_, seq_lens_, positions_;
   std::vector<long> block_start_, custom_start_;
   Schedule schedule_;
 };
