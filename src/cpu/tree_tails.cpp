@@ -20,40 +20,40 @@ void TreeTails::find(const Batch& batch, const Mask& mask) {
     tail.begin = context / kBlockKeys * kBlockKeys;
     tail.width = (seq_len - tail.begin + kBlockKeys - 1) / kBlockKeys * kBlockKeys;
     tail.shown = long(shown_.size()), tail.key_positions = long(key_positions_.size());
-    for (const TreeNode& node : nodes_)
-      for (int i = 0; i < tail.width; ++i) {
-        const int key = tail.begin + i - context;  // of the queries' keys
-        shown_.push_back(key < 0 || (size_t(key) < nodes_.size() && (node.seen >> key & 1) != 0));
-      }
+    const int in_front = context - tail.begin, queries = seq_len - context;  // keys of the tail
+    for (const TreeNode& node : nodes_) {
+      shown_.insert(shown_.end(), size_t(in_front), 1);
+      for (int key = 0; key < queries; ++key) shown_.push_back(node.seen >> key & 1);
+      shown_.insert(shown_.end(), size_t(tail.width - in_front - queries), 0);
+    }
     for (int i = 0; i < tail.width; ++i) {
-      const int key = tail.begin + i - context;
-      key_positions_.push_back(key >= 0 && size_t(key) < nodes_.size() ? nodes_[size_t(key)].position : tail.begin + i);
+      const int key = i - in_front;
+      key_positions_.push_back(key >= 0 && key < queries ? nodes_[size_t(key)].position : tail.begin + i);
     }
   }
 }
 
-void TreeTails::add_stretches(Schedule& list) const {
+void TreeTails::add_stretches(Schedule& list) {
   if (tails_.empty()) return;
   ListDetails& details = list.details;
-  std::vector<int> begins;  // of the tails that an item's requests have within its keys
   for (WorkItem& item : list.work) {
-    begins.clear();
+    begins_.clear();
     bool any = false;
     const auto look_at = [&](int request) {
       const int begin = tails_[size_t(request)].begin;
       any = any || begin >= 0;
-      if (begin >= 0 && begin < item.kv_end) begins.push_back(std::max(begin, item.kv_begin));
+      if (begin >= 0 && begin < item.kv_end) begins_.push_back(std::max(begin, item.kv_begin));
     };
     if (details.tokens.empty()) look_at(item.table);
     for (int i = item.q_begin; !details.tokens.empty() && i < item.q_end; ++i)
       look_at(details.request_of[size_t(details.tokens[size_t(i)])]);
     if (!any || item.piece != 0) continue;
-    std::ranges::sort(begins);
-    begins.erase(std::ranges::unique(begins).begin(), begins.end());
-    begins.push_back(item.kv_end);
+    std::ranges::sort(begins_);
+    begins_.erase(std::ranges::unique(begins_).begin(), begins_.end());
+    begins_.push_back(item.kv_end);
     const size_t first = details.stretches.size();
-    if (begins.front() > item.kv_begin) details.stretches.push_back({item.kv_begin, begins.front(), 1});
-    for (size_t i = 0; i + 1 < begins.size(); ++i) details.stretches.push_back({begins[i], begins[i + 1], 0});
+    if (begins_.front() > item.kv_begin) details.stretches.push_back({item.kv_begin, begins_.front(), 1});
+    for (size_t i = 0; i + 1 < begins_.size(); ++i) details.stretches.push_back({begins_[i], begins_[i + 1], 0});
     item.piece = ~int(details.items.size());
     details.items.push_back({.kv_head = -1, .first_stretch = int(first), .num_stretches = int(details.stretches.size() - first)});
   }

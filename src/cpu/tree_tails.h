@@ -14,7 +14,7 @@ class TreeTails {
   // Of a step under Mask::tree.
   void find(const Batch&, const Mask&);
   // Gives the items of the list's trees stretches: the keys in front of the tails, which are hidden from no query, and the tails.
-  void add_stretches(Schedule&) const;
+  void add_stretches(Schedule&);
   // Leaves the parameters as they are where all requests are chains.
   void set(AttentionParams&) const;
 
@@ -22,7 +22,9 @@ class TreeTails {
   std::vector<TreeTail> tails_;  // of requests; empty: all are chains
   std::vector<unsigned char> shown_;
   std::vector<int> key_positions_, positions_;
-  std::vector<TreeNode> nodes_;  // of one request at a time
+  // Of one request at a time, and of one item: where the tails of its requests begin within its keys.
+  std::vector<TreeNode> nodes_;
+  std::vector<int> begins_;
 };
 
 }  // namespace imbrex::cpu

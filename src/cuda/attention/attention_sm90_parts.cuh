@@ -74,16 +74,15 @@ DEVICE void hide_in_tree(const AttentionParams& p, const Item& item, int row, in
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const u64 word = item.word_of(p, row + 8 * h);
-    u64 seen[kWords];  // of the tile's keys from the thread's first column on, whose numbers are constants then
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const int key = begin + first_column() + 64 * i;
-      seen[i] = item.first_bit == kFar ? low_bits(item.own_key(row + 8 * h) + 1 - key) : word_from(word, key - item.first_bit);
-      if constexpr (kWindow) seen[i] &= ~low_bits(item.first_seen(p, row + 8 * h) - key);
+      const int first = begin + first_column() + 64 * i;  // the numbers of further keys are constants
+      u64 seen = item.first_bit == kFar ? low_bits(item.own_key(row + 8 * h) + 1 - first) : word_from(word, first - item.first_bit);
+      if constexpr (kWindow) seen &= ~low_bits(item.first_seen(p, row + 8 * h) - first);
+      each_of_row(s, h, [=](float& x, int key) {
+        if (key / 64 == i && (seen >> key % 64 & 1) == 0) x = -infinity();
+      });
     }
-    each_of_row(s, h, [=](float& x, int key) {
-      if ((seen[key / 64] >> key % 64 & 1) == 0) x = -infinity();
-    });
   }
 }
 
