@@ -14,7 +14,7 @@ namespace imbrex {
 inline int parent_of(const Batch& batch, int r, int t) {
   if (batch.draft_parents.empty()) return t - 1;
   const int first_draft = batch.num_drafts.empty() ? 0 : batch.query_len(r) - batch.num_drafts[size_t(r)];
-  return t < first_draft ? t - 1 : batch.draft_parents[size_t(batch.query_start_loc[size_t(r)] + t)];
+  return t < first_draft ? t - 1 : batch.draft_parents[size_t(batch.query_start_loc[size_t(r)]) + size_t(t)];
 }
 // Whether each token follows the one in front of it, so that a causal mask says the same.
 bool is_chain(const Batch&, int r);

@@ -54,7 +54,7 @@ class ReferencePlan final : public StepPlan {
       for (int t = 0; t < batch.query_len(r); ++t) {
         const int parent = parent_of(batch, r, t);
         next.parents.push_back(parent);
-        next.depths.push_back(parent < 0 ? 0 : next.depths[size_t(batch.query_start_loc[r] + parent)] + 1);
+        next.depths.push_back(parent < 0 ? 0 : next.depths[size_t(batch.query_start_loc[r]) + size_t(parent)] + 1);
       }
     next.batch.query_start_loc = next.query_start_loc;
     next.batch.seq_lens = next.seq_lens;
@@ -129,15 +129,15 @@ class ReferencePlan final : public StepPlan {
   bool is_above(int r, int64_t above, int64_t query) const {
     const Step& step = steps_.now();
     const int first = step.query_start_loc[r];
-    if (step.depths[size_t(first + query)] == query) return above <= query;  // all in front of it are
-    while (query > above) query = step.parents[size_t(first + query)];
+    if (step.depths[size_t(first) + size_t(query)] == query) return above <= query;  // all in front of it are
+    while (query > above) query = step.parents[size_t(first) + size_t(query)];
     return query == above;
   }
 
   // Of query number `query` of request `r`.
   int64_t position_of(int r, int64_t query) const {
     const Batch& batch = steps_.now().batch;
-    if (spec_.mask.tree) return batch.context_len(r) + steps_.now().depths[size_t(batch.query_start_loc[r] + query)];
+    if (spec_.mask.tree) return batch.context_len(r) + steps_.now().depths[size_t(batch.query_start_loc[r]) + size_t(query)];
     return spec_.mask.positions ? batch.positions[size_t(batch.query_start_loc[r] + query)] : batch.context_len(r) + query;
   }
 

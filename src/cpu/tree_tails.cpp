@@ -49,7 +49,7 @@ void TreeTails::add_stretches(Schedule& list) {
       look_at(details.request_of[size_t(details.tokens[size_t(i)])]);
     if (!any || item.piece != 0) continue;
     std::ranges::sort(begins_);
-    begins_.erase(std::ranges::unique(begins_).begin(), begins_.end());
+    begins_.erase(std::unique(begins_.begin(), begins_.end()), begins_.end());
     begins_.push_back(item.kv_end);
     const size_t first = details.stretches.size();
     if (begins_.front() > item.kv_begin) details.stretches.push_back({item.kv_begin, begins_.front(), 1});
