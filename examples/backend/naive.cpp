@@ -31,8 +31,8 @@ void unsupported(void*, const imbrex_spec_fields* s, const imbrex_device_propert
   refuse(reasons, s->q_dtype != IMBREX_F32 || s->kv_dtype != IMBREX_F32, "spec.q_dtype", "f32 everywhere", s->q_dtype);
   refuse(reasons, s->kv_format != IMBREX_KV_STRIDED, "spec.kv_format", "strided", s->kv_format);
   refuse(reasons, s->block_size == 0, "spec.block_size", "blocks", 0);
-  const bool plain = s->causal && s->window_left < 0 && s->window_right < 0 && s->chunk == 0 && !s->custom_mask && !s->head_scales &&
-                     !s->alibi && !s->sinks && s->relative_buckets == 0;
+  const bool plain = s->causal && s->window_left < 0 && s->window_right < 0 && s->chunk == 0 && !s->custom_mask && !s->positions &&
+                     !s->tree && !s->head_scales && !s->alibi && !s->sinks && s->relative_buckets == 0;
   refuse(reasons, !plain, "spec.mask", "causal, and logits as they are or soft-capped", 0);
 }
 

@@ -6,13 +6,15 @@ namespace {
 
 // One step, as the device keeps it.
 struct Step {
-  std::vector<int32_t> query_start_loc, seq_lens, positions;
+  std::vector<int32_t> query_start_loc, seq_lens, positions, num_drafts, draft_parents;
   Tensor block_table, kv_indptr, kv_indices, kv_last_page_len, kv_start_loc, slot_mapping, custom_mask;
 
   Step(const Device& device, const imbrex_batch& b)
       : query_start_loc(b.query_start_loc, b.query_start_loc + b.num_reqs + 1),
         seq_lens(b.seq_lens, b.seq_lens + b.num_reqs),
         positions(b.positions, b.positions + (b.positions == nullptr ? 0 : query_start_loc.back())),
+        num_drafts(b.num_drafts, b.num_drafts + (b.num_drafts == nullptr ? 0 : b.num_reqs)),
+        draft_parents(b.draft_parents, b.draft_parents + (b.draft_parents == nullptr ? 0 : query_start_loc.back())),
         block_table(device, b.block_table),
         kv_indptr(device, b.kv_indptr),
         kv_indices(device, b.kv_indices),
@@ -25,6 +27,8 @@ struct Step {
     imbrex_batch_init(&b, sizeof b);
     b.num_reqs = int32_t(seq_lens.size()), b.query_start_loc = query_start_loc.data(), b.seq_lens = seq_lens.data();
     if (!positions.empty()) b.positions = positions.data();
+    if (!num_drafts.empty()) b.num_drafts = num_drafts.data();
+    if (!draft_parents.empty()) b.draft_parents = draft_parents.data();
     b.block_table = block_table.get(), b.kv_indptr = kv_indptr.get(), b.kv_indices = kv_indices.get();
     b.kv_last_page_len = kv_last_page_len.get(), b.kv_start_loc = kv_start_loc.get(), b.slot_mapping = slot_mapping.get();
     b.custom_mask = custom_mask.get();

@@ -10,6 +10,7 @@ namespace imbrex {
 struct AttentionSpec;
 
 constexpr int kMostPosition = (1 << 29) - 1;  // of Batch::positions: sums of two are an int
+constexpr int kMostTreeTokens = 64;           // query tokens of a request that is a tree (Mask::tree): a bit each
 
 // Any mix of prefill, chunked prefill, decode and verify. Requests with no query tokens and padded requests (seq_len 0, no
 // tokens) are allowed anywhere and cost nothing. Tokens from query_start_loc.back() on are padding: their outputs are not written.
@@ -39,9 +40,11 @@ struct Batch {
   // The slot that a request's state is read from, where it is not state_slots, which alone is written: a state that is kept for others,
   // say. No other request of the step may write it; any number may read it. Not read for a request without earlier tokens. Empty: its own
   std::span<const int32_t> source_slots;
-  // [num_tokens], on the host; only for layers with tree_drafts: the token that a draft follows, counted from 0 among the request's tokens
-  // of the step (SGLang: retrieve_parent_token). It is a draft in front of this one, or the last token that is no draft: -1 where all are.
-  // Not read for tokens that are no drafts: each follows the one in front of it. Empty: so do drafts
+  // [num_tokens], on the host; only for layers with tree_drafts or Mask::tree: the token that a draft follows, counted from 0 among the
+  // request's tokens of the step (SGLang: retrieve_parent_token). It is a draft in front of this one, or the last token that is no draft:
+  // -1 where all are. Not read for tokens that are no drafts: each follows the one in front of it. Empty: so do drafts. Under Mask::tree
+  // all tokens are drafts where num_drafts is empty, and a draft may follow any token in front of it, or none: -1. A request of more than
+  // kMostTreeTokens tokens, a prompt say, has to be a chain
   std::span<const int32_t> draft_parents;
 
   int num_reqs() const { return int(seq_lens.size()); }

@@ -131,9 +131,9 @@ typedef struct {
   float soft_cap;                    /* 0: off */
   int32_t head_scales, alibi, sinks; /* 0; 1: imbrex_inputs has them */
   int32_t relative_buckets, relative_max_distance, relative_bidirectional; /* T5; 0: off */
-  int32_t chunk_lookback; /* 0; with chunk: chunks before the query's own that it sees too */
-  int32_t alibi_sqrt;     /* 0; 1, with alibi: by the square root of the distance */
-  int32_t positions;      /* 0; 1: a batch has the position of every query */
+  int32_t chunk_lookback;                        /* 0; with chunk: chunks before the query's own that it sees too */
+  int32_t alibi_sqrt;                            /* 0; 1, with alibi: by the square root of the distance */
+  int32_t positions, reserved, tree, reserved_2; /* 0; 1: a batch has the position of every query; not read; queries are trees; not read */
 } imbrex_spec_fields;
 IMBREX_API void imbrex_spec_fields_init(imbrex_spec_fields*, size_t struct_size);
 

@@ -21,13 +21,18 @@ const char* to_string(AttentionKind);
 // p = seq_len - q_len + i (bottom-right alignment), or the one that the batch gives it; a key has its index j as position. A key is seen if
 // all parts allow it.
 struct Mask {
-  bool causal = true;       // j <= p
-  int window_left = -1;     // j >= p - window_left;  -1: no limit. "A window of W keys" is window_left = W - 1
-  int window_right = -1;    // j <= p + window_right; -1: no limit
-  int chunk = 0;            // floor(p / chunk) - floor(j / chunk) is 0 (Llama 4), or at most chunk_lookback; 0: off
-  int chunk_lookback = 0;   // with chunk: how many chunks before the query's own are seen too (vLLM: chunk_lookback)
-  bool custom = false;      // Batch::custom_mask has a byte for every (query, key); zero hides the key
-  bool positions = false;   // Batch::positions has p for every query: spans of an image, branches of a tree, chunks in zigzag
+  bool causal = true;      // j <= p
+  int window_left = -1;    // j >= p - window_left;  -1: no limit. "A window of W keys" is window_left = W - 1
+  int window_right = -1;   // j <= p + window_right; -1: no limit
+  int chunk = 0;           // floor(p / chunk) - floor(j / chunk) is 0 (Llama 4), or at most chunk_lookback; 0: off
+  int chunk_lookback = 0;  // with chunk: how many chunks before the query's own are seen too (vLLM: chunk_lookback)
+  bool custom = false;     // Batch::custom_mask has a byte for every (query, key); zero hides the key
+  bool positions = false;  // Batch::positions has p for every query: spans of an image, branches of a tree, chunks in zigzag
+  // The queries of a request are the nodes of a tree, or of several, that Batch::draft_parents gives: drafts that one step verifies. A
+  // query sees the keys in front of the queries and, of the queries' keys, its own and those of its ancestors. Position of a query, and of
+  // its key, is the number of keys in front of the queries plus its depth: windows, chunks and position biases go by that, and not by the
+  // index.
+  bool tree = false;
   std::string str() const;  // "causal window 128"
   friend bool operator==(const Mask&, const Mask&) = default;
 };

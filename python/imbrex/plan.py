@@ -183,6 +183,8 @@ class Plan:
         slot_mapping: Optional[Array] = None,
         custom_mask: Optional[Array] = None,
         positions: Optional[Array] = None,
+        draft_parents: Optional[Array] = None,
+        num_drafts: Optional[Array] = None,
         stream: Any = None,
     ) -> None:
         """One scheduler step.
@@ -191,7 +193,9 @@ class Plan:
         are: block_table int32 [num_reqs, max_blocks]; or kv_indptr [num_reqs + 1], kv_indices and, optional, kv_last_page_len [num_reqs]; or,
         for ragged keys, kv_start_loc [num_reqs + 1]. slot_mapping int64 [num_tokens] is for write_kv(): block * block_size + offset, -1 is not
         written. custom_mask uint8 [sum of q_len * seq_len]. These are used where they lie and kept until the next update. positions int32
-        [num_tokens], on the host, for a spec with positions=True: where each query stands among its request's keys.
+        [num_tokens], on the host, for a spec with positions=True: where each query stands among its request's keys. draft_parents int32
+        [num_tokens], on the host, for a spec with tree=True: the token of its request that each follows, counted from 0, or -1; without it, a
+        chain. With num_drafts int32 [num_reqs] that of a request's last tokens alone.
         """
         anchor = next((a for a in (block_table, kv_indices, kv_start_loc, slot_mapping) if a is not None), query_start_loc)
         self._plan.update(
@@ -205,6 +209,8 @@ class Plan:
             slot_mapping=exported(slot_mapping),
             custom_mask=exported(custom_mask),
             positions=exported(positions),
+            draft_parents=exported(draft_parents),
+            num_drafts=exported(num_drafts),
             stream=stream_address(stream, anchor, self._gpu),
         )
 
@@ -221,6 +227,8 @@ class Plan:
         slot_mapping: Optional[Array] = None,
         custom_mask: Optional[Array] = None,
         positions: Optional[Array] = None,
+        draft_parents: Optional[Array] = None,
+        num_drafts: Optional[Array] = None,
         stream: Any = None,
     ) -> None:
         """One scheduler step whose lengths are on the GPU: a kernel plans it there, the host waits for nothing, and a graph may hold the call.
@@ -240,6 +248,8 @@ class Plan:
             slot_mapping=exported(slot_mapping),
             custom_mask=exported(custom_mask),
             positions=exported(positions),
+            draft_parents=exported(draft_parents),
+            num_drafts=exported(num_drafts),
             stream=self._stream,
         )
 

@@ -379,3 +379,41 @@ def test_positions_of_queries(rng, window_left):
         plan.update(step.query_start_loc, step.seq_lens, positions=np.full(26, -1, np.int32), **arrays)
     with pytest.raises(imbrex.Error, match="26 positions given for a spec whose mask is causal"):
         imbrex.Plan(spec_f32(), max_seq_len=64).update(step.query_start_loc, step.seq_lens, positions=np.concatenate(places), **arrays)
+
+
+@pytest.mark.parametrize("window_left", [-1, 3])
+def test_trees_of_drafts(rng, window_left):
+    """A query sees what is in front of the step's tokens, its ancestors and itself; windows go by depth."""
+    step = Step(rng)
+    plan = imbrex.Plan(spec_f32(tree=True, window_left=window_left), max_seq_len=64)
+    pages = tuple(step.pages(rows) for rows in (step.keys, step.values))
+    arrays = dict(block_table=step.block_table)
+    parents = [np.array([rng.integers(-1, t) if t > 0 else -1 for t in range(n)], np.int32) for n in step.q_lens]
+    plan.update(step.query_start_loc, step.seq_lens, draft_parents=np.concatenate(parents), **arrays)
+    out = plan.run(step.q, pages)
+    for r, (a, b) in enumerate(zip(step.query_start_loc, step.query_start_loc[1:])):
+        context = step.seq_lens[r] - step.q_lens[r]
+        position = np.arange(step.seq_lens[r])  # of keys
+        mask = np.zeros((b - a, step.seq_lens[r]), bool)
+        for t, parent in enumerate(parents[r]):
+            position[context + t] = context if parent < 0 else position[context + parent] + 1
+            mask[t] = mask[parent] if parent >= 0 else np.arange(step.seq_lens[r]) < context
+            mask[t, context + t] = True
+        if window_left >= 0:
+            mask &= position >= position[context:, None] - window_left
+        expected = attention(step.q[a:b], step.keys[r], step.values[r], causal=False, mask=mask)
+        np.testing.assert_allclose(out[a:b], expected[0], atol=2e-6)
+    # Drafts behind tokens that are certain: their own parents alone are read.
+    some = np.minimum(step.q_lens, 2).astype(np.int32)
+    plan.update(
+        step.query_start_loc,
+        step.seq_lens,
+        draft_parents=np.concatenate([np.arange(n, dtype=np.int32) - 1 for n in step.q_lens]),
+        num_drafts=some,
+        **arrays,
+    )
+    np.testing.assert_allclose(plan.run(step.q, pages), step.expected(causal=True, window_left=window_left)[0], atol=2e-6)
+    with pytest.raises(imbrex.Error, match="expected a parent of -1 to 2 for token 3 of request 0, got 3"):
+        wrong = np.concatenate(parents)
+        wrong[3] = 3
+        plan.update(step.query_start_loc, step.seq_lens, draft_parents=wrong, **arrays)

@@ -6,6 +6,8 @@
 namespace imbrex::api {
 namespace {
 
+const int32_t* data_of(std::span<const int32_t> list) { return list.empty() ? nullptr : list.data(); }
+
 class OutsideAttentionPlan final : public OutsidePlan<AttentionFamily> {
  public:
   using OutsidePlan::OutsidePlan;
@@ -25,7 +27,9 @@ class OutsideAttentionPlan final : public OutsidePlan<AttentionFamily> {
                          .kv_start_loc = start.get(),
                          .slot_mapping = slots.get(),
                          .custom_mask = mask.get(),
-                         .positions = batch.positions.empty() ? nullptr : batch.positions.data()};
+                         .num_drafts = spec_.mask.tree ? data_of(batch.num_drafts) : nullptr,
+                         .positions = data_of(batch.positions),
+                         .draft_parents = data_of(batch.draft_parents)};
     const BatchReach reach = reach_of(batch, spec_, validate_);
     functions_->must(functions_->update(plan_, &b, stream), "update");
     num_tokens_ = batch.num_tokens();

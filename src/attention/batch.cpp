@@ -5,6 +5,7 @@
 #include <bit>
 #include <vector>
 
+#include "attention/draft_tree.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
 #include "core/tensor_layout.h"
@@ -224,6 +225,7 @@ void validate(const Batch& batch, const AttentionSpec& spec, const PlanLimits& l
   validate_slots(batch, spec, num_blocks);
   validate_custom_mask(batch, spec);
   validate_positions(batch, spec);
+  check_draft_parents(batch, spec.mask.tree);
 }
 
 }  // namespace imbrex

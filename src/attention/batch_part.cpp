@@ -24,6 +24,15 @@ TensorView custom_mask_of(const Batch& batch, BatchPart& part) {
   return TensorView::contiguous(part.custom_mask.data(), DType::u8, {int64_t(part.custom_mask.size())});
 }
 
+// What a list of all tokens says of those of a part; gathered in `kept` where they do not lie together.
+std::span<const int32_t> of_tokens(std::span<const int32_t> list, const BatchPart& part, std::vector<int32_t>& kept) {
+  if (list.empty()) return {};
+  if (part.contiguous()) return list.subspan(size_t(part.ranges[0].begin), size_t(part.num_tokens));
+  kept.clear();
+  for (const TokenRange& range : part.ranges) kept.insert(kept.end(), list.begin() + range.begin, list.begin() + range.end);
+  return kept;
+}
+
 }  // namespace
 
 Batch batch_of(const Batch& batch, BatchPart& part) {
@@ -41,14 +50,8 @@ Batch batch_of(const Batch& batch, BatchPart& part) {
     result.slot_mapping = TensorView::contiguous(part.slots.data(), DType::i64, {part.num_tokens});
   }
   if (!batch.custom_mask.empty()) result.custom_mask = custom_mask_of(batch, part);
-  if (!batch.positions.empty() && part.contiguous()) {
-    result.positions = batch.positions.subspan(size_t(part.ranges[0].begin), size_t(part.num_tokens));
-  } else if (!batch.positions.empty()) {
-    part.positions.clear();
-    for (const TokenRange& range : part.ranges)
-      part.positions.insert(part.positions.end(), batch.positions.begin() + range.begin, batch.positions.begin() + range.end);
-    result.positions = part.positions;
-  }
+  result.positions = of_tokens(batch.positions, part, part.positions);
+  result.draft_parents = of_tokens(batch.draft_parents, part, part.draft_parents);
   return result;
 }
 

@@ -2,7 +2,7 @@
 // Some requests of a batch as a batch of their own: every request stays, those of others with no query tokens, so that block tables, CSR
 // arrays and seq_lens are passed through untouched. That leaves the token axis:
 //  - the tokens of a part are contiguous (engines order a step by phase, or it is all one phase): views, nothing is copied;
-//  - they are not: slots, mask rows and positions are gathered here, and rows of tensors by token_rows.h.
+//  - they are not: slots, mask rows, positions and parents of drafts are gathered here, and rows of tensors by token_rows.h.
 #include <cstdint>
 #include <vector>
 
@@ -15,9 +15,9 @@ struct BatchPart {
   std::vector<TokenRange> ranges;  // merged where they touch; empty: nothing to do this step
   int num_tokens = 0;
   std::vector<int32_t> query_start_loc;
-  std::vector<int64_t> slots;        // slot_mapping of this part's tokens, when gathered
-  std::vector<uint8_t> custom_mask;  // likewise
-  std::vector<int32_t> positions;    // likewise
+  std::vector<int64_t> slots;                     // slot_mapping of this part's tokens, when gathered
+  std::vector<uint8_t> custom_mask;               // likewise
+  std::vector<int32_t> positions, draft_parents;  // likewise
 
   bool contiguous() const { return ranges.size() == 1; }
 };

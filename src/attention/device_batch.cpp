@@ -20,6 +20,17 @@ void check_positions(const AttentionSpec& spec, const TensorView& positions, int
         "batch.positions.dtype", "expected contiguous i32[{} or more], got {}", tokens, positions);
 }
 
+void check_trees(const AttentionSpec& spec, const DeviceBatch& batch, int tokens) {
+  const TensorView &parents = batch.draft_parents, &drafts = batch.num_drafts;
+  if (parents.empty()) return;
+  check(spec.mask.tree, "batch.draft_parents.unexpected", "draft_parents given for a spec whose mask is {}: {}", spec.mask.str(), parents);
+  const auto is_list = [](const TensorView& t) { return t.dtype == DType::i32 && t.rank == 1 && (t.size(0) == 1 || t.stride(0) == 1); };
+  check(is_list(parents) && parents.size(0) >= tokens, "batch.draft_parents.size", "expected contiguous i32[{} or more], got {}", tokens,
+        parents);
+  check(drafts.empty() || (is_list(drafts) && drafts.size(0) == batch.num_reqs()), "batch.draft_parents.num_drafts",
+        "num_drafts: expected contiguous i32[{}], got {}", batch.num_reqs(), drafts);
+}
+
 }  // namespace
 
 Batch arrays_of(const DeviceBatch& batch, const AttentionSpec& spec, const PlanLimits& limits, Device device,
@@ -45,6 +56,7 @@ Batch arrays_of(const DeviceBatch& batch, const AttentionSpec& spec, const PlanL
         "batch.custom_mask.dtype", "expected contiguous u8[sum of q_len * seq_len], got {}", mask);
   arrays.custom_mask = mask;
   check_positions(spec, batch.positions, tokens);
+  check_trees(spec, batch, tokens);
   const auto on_device = [&](const TensorView& t, const char* name) { check_memory(t, name, "update.device", device); };
   on_device(batch.seq_lens, "seq_lens");
   on_device(batch.query_start_loc, "query_start_loc");
@@ -55,6 +67,8 @@ Batch arrays_of(const DeviceBatch& batch, const AttentionSpec& spec, const PlanL
   on_device(slots, "slot_mapping");
   on_device(mask, "custom_mask");
   on_device(batch.positions, "positions");
+  on_device(batch.draft_parents, "draft_parents");
+  if (!batch.draft_parents.empty()) on_device(batch.num_drafts, "num_drafts");
   return arrays;
 }
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/draft_tree.h"
 #include "attention/key_source.h"
 #include "attention/kv_codec.h"
 #include "attention/mask.h"
@@ -48,6 +49,13 @@ class ReferencePlan final : public StepPlan {
     next.seq_lens.assign(batch.seq_lens.begin(), batch.seq_lens.end());
     next.batch = batch;
     next.positions.assign(batch.positions.begin(), batch.positions.end());
+    next.parents.clear(), next.depths.clear();
+    for (int r = 0; spec_.mask.tree && r < batch.num_reqs(); ++r)
+      for (int t = 0; t < batch.query_len(r); ++t) {
+        const int parent = parent_of(batch, r, t);
+        next.parents.push_back(parent);
+        next.depths.push_back(parent < 0 ? 0 : next.depths[size_t(batch.query_start_loc[r]) + size_t(parent)] + 1);
+      }
     next.batch.query_start_loc = next.query_start_loc;
     next.batch.seq_lens = next.seq_lens;
     next.batch.positions = next.positions;
@@ -94,6 +102,7 @@ class ReferencePlan final : public StepPlan {
  private:
   struct Step {
     std::vector<int32_t> query_start_loc{0}, seq_lens, positions;
+    std::vector<int32_t> parents, depths;  // of all query tokens, where they are trees
     Batch batch;
     KeySource keys;
     BatchReach reach;
@@ -116,15 +125,33 @@ class ReferencePlan final : public StepPlan {
     return {.block = keys.ids_of(r)[j / spec_.block_size], .offset = j % spec_.block_size, .head = head};
   }
 
+  // Whether query number `above` of request `r` is on the way from query number `query` to its root, or that query itself.
+  bool is_above(int r, int64_t above, int64_t query) const {
+    const Step& step = steps_.now();
+    const int first = step.query_start_loc[r];
+    if (step.depths[size_t(first) + size_t(query)] == query) return above <= query;  // all in front of it are
+    while (query > above) query = step.parents[size_t(first) + size_t(query)];
+    return query == above;
+  }
+
   // Of query number `query` of request `r`.
   int64_t position_of(int r, int64_t query) const {
     const Batch& batch = steps_.now().batch;
+    if (spec_.mask.tree) return batch.context_len(r) + steps_.now().depths[size_t(batch.query_start_loc[r]) + size_t(query)];
     return spec_.mask.positions ? batch.positions[size_t(batch.query_start_loc[r] + query)] : batch.context_len(r) + query;
   }
 
-  bool visible(int r, int64_t query, int64_t j) const {
+  // Of key `j` of request `r`: under a tree, the key of a query has the query's.
+  int64_t position_of_key(int r, int64_t j) const {
+    const int64_t context = steps_.now().batch.context_len(r);
+    return spec_.mask.tree && j >= context ? position_of(r, j - context) : j;
+  }
+
+  bool visible(int r, int64_t query, int64_t position, int64_t j) const {
     const Step& step = steps_.now();
-    if (!mask_allows(spec_.mask, position_of(r, query), j)) return false;
+    const int64_t context = step.batch.context_len(r);
+    if (spec_.mask.tree && j >= context && !is_above(r, j - context, query)) return false;
+    if (!mask_allows(spec_.mask, position, position_of_key(r, j))) return false;
     if (!spec_.mask.custom) return true;
     const TensorView& custom = step.batch.custom_mask;
     return custom.as<uint8_t>()[(step.mask_start[r] + query * step.batch.seq_lens[r] + j) * custom.stride(0)] != 0;
@@ -154,13 +181,13 @@ class ReferencePlan final : public StepPlan {
     for (int g = 0; g < group; ++g) load_row(in.q, offset(in.q, token, first_head + g), 1, dim_qk, q_scale, &q_rows_[size_t(g) * dim_qk]);
     seen_.clear();
     for (int64_t j = 0; j < keys; ++j)
-      if (visible(r, query, j)) seen_.push_back(j);
+      if (visible(r, query, position, j)) seen_.push_back(j);
     for (int64_t j : seen_) {
       codec_.decode(spec_, in.kv, KvPart::k, place_of(r, j, head), k_row_.data());
       for (int g = 0; g < group; ++g) {
         double dot = 0;
         for (int d = 0; d < dim_qk; ++d) dot += q_rows_[size_t(g) * dim_qk + d] * k_row_[d];
-        weights_[size_t(g) * keys + j] = logit(in, dot, first_head + g, j - position);
+        weights_[size_t(g) * keys + j] = logit(in, dot, first_head + g, position_of_key(r, j) - position);
       }
     }
 

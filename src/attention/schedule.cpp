@@ -7,6 +7,7 @@
 
 #include "attention/balance.h"
 #include "attention/cut_rules.h"
+#include "attention/draft_tree.h"
 #include "attention/item_order.h"
 #include "attention/mask.h"
 #include "core/check.h"
@@ -18,6 +19,7 @@ constexpr int kMaxTile = 1 << 20;  // far beyond any kernel; keeps sums of tiles
 
 // Positions of query tokens [t0, t1) of request r.
 PositionRange positions_of(const Batch& batch, const Mask& mask, int r, int t0, int t1) {
+  if (mask.tree) return tree_positions(batch, r, t0, t1);
   if (!mask.positions) return usual_positions(batch.query_len(r), batch.seq_lens[r], t0, t1);
   return given_positions(batch.positions.data() + batch.query_start_loc[r] + t0, t1 - t0);
 }

@@ -154,8 +154,8 @@ int first_position(const Batch& batch, const WorkItem& item) {
 
 bool is_position_free(const AttentionSpec& spec) {
   const Mask& mask = spec.mask;
-  return mask.window_left < 0 && mask.window_right < 0 && mask.chunk == 0 && !mask.custom && !mask.positions && !spec.score.alibi &&
-         spec.score.relative_buckets == 0;
+  return mask.window_left < 0 && mask.window_right < 0 && mask.chunk == 0 && !mask.custom && !mask.positions && !mask.tree &&
+         !spec.score.alibi && spec.score.relative_buckets == 0;
 }
 
 void share_keys(const Batch& batch, const KeySource& keys, const SharePolicy& policy, Schedule& schedule, ShareScratch& scratch) {

@@ -96,6 +96,15 @@ static void validate_mask(const Mask& mask) {
         "expected 0, or 1 or more beside a chunk, got {} with chunk {}", mask.chunk_lookback, mask.chunk);
 }
 
+static void validate_tree(const AttentionSpec& spec) {
+  const Mask& mask = spec.mask;
+  if (!mask.tree) return;
+  check(spec.kind == AttentionKind::decoder && mask.causal, "spec.mask.tree.causal", "expected a causal decoder beside a tree, got {}",
+        spec.str());
+  check(!mask.custom && !mask.positions, "spec.mask.tree.alone",
+        "a tree says which keys queries see, and their positions: expected no custom mask and no given positions, got {}", mask.str());
+}
+
 static void validate_score(const ScoreMod& score) {
   check(std::isfinite(score.scale), "spec.score.scale", "expected a finite scale, got {}", score.scale);
   check(std::isfinite(score.soft_cap) && score.soft_cap >= 0, "spec.score.soft_cap", "expected 0 (off) or a finite positive cap, got {}",
@@ -134,6 +143,7 @@ void AttentionSpec::validate() const {
   check(block_size >= 0 && block_size <= kMaxBlockSize, "spec.block_size", "expected 0 (ragged) to {}, got {}", kMaxBlockSize, block_size);
   codec.check(*this);
   validate_mask(mask);
+  validate_tree(*this);
   validate_score(score);
 }
 

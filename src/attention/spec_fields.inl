@@ -28,6 +28,7 @@ FIELD(mask, chunk, chunk, "chunk", "chunked-local mask", "--chunk", "Chunked-loc
 FIELD(mask, chunk_lookback, chunk_lookback, "chunk_lookback", "chunked-local mask", "--chunk-lookback", "With --chunk: chunks before its own that a query sees too")
 FIELD(mask, custom, custom_mask, "custom", "custom mask", "--custom-mask", "A mask byte for every query and key")
 FIELD(mask, positions, positions, "positions", "given positions", "--positions", "A batch gives the position of every query")
+FIELD(mask, tree, tree, "tree", "tree of drafts", "--tree", "The queries of a request are a tree of drafts")
 FIELD(score, scale, scale, "scale", "", "--scale", "Scale of the logits (default: 1/sqrt(head_dim))")
 FIELD(score, head_scales, head_scales, "head_scales", "head scales", "--head-scales", "A factor of the logits per query head")
 FIELD(score, soft_cap, soft_cap, "soft_cap", "soft cap", "--soft-cap", "Soft cap of the logits")

@@ -259,6 +259,7 @@ void add_bench(CLI::App& app, Action& action) {
       "  imbrex bench 32q1s4k --kv-dtype fp8_e4m3 --kv-copies 8 --backend cpu_avx512,cpu_generic\n"
       "  imbrex bench q16k 64q1s4k 4q4s8k --device cuda:0 --block-size 64\n"
       "  imbrex bench q2k --model gpt-oss-20b --format markdown\n"
+      "  imbrex bench 64q8s4k --tree                (drafts: two behind each)\n"
       "  imbrex bench 64q1s8292 --common-keys 8192 --device cuda:0\n"
       "  imbrex bench --cases '^shape_.*decode' --backend cpu_generic\n"
       "  imbrex bench --family mla --heads 16 64q1s4k q4k 16q2s8k\n"

@@ -36,6 +36,14 @@ struct RowParts {
   bool twice;  // rows have the other elements twice, for queries of bf16 that are a sum of two numbers there
 };
 
+// The last keys of a request whose queries are a tree of drafts, from the beginning of a block on.
+struct TreeTail {
+  int begin;           // the first of them; below 0: the request is a chain, and has none
+  int width;           // of whole blocks
+  long shown;          // where the bytes of its queries begin, `width` of each, in AttentionParams::tree_shown; zero hides a key
+  long key_positions;  // and the positions of the keys, in tree_positions
+};
+
 struct AttentionParams {
   const char* q;
   char* out;
@@ -57,6 +65,9 @@ struct AttentionParams {
   const long* block_start;           // [num_reqs]; ragged: the request's first row
   const unsigned char* custom_mask;  // or null
   const long* custom_start;          // [num_reqs]: where the request's bytes begin
+  const TreeTail* tree_tails;        // [num_reqs]; null: no queries are trees
+  const unsigned char* tree_shown;
+  const int* tree_positions;
 
   int num_q_heads, num_kv_heads, group;
   int heads_together;     // kv heads of an item that `attention` runs, 1 to Kernels::most_heads

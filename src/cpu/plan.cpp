@@ -80,6 +80,10 @@ void Plan::prepare(const Batch& batch, Stream) {
                {.block_size = spec_.block_size, .most_tokens = policy_.tile_q, .num_workers = std::max(policy_.num_workers, 1)},
                next.schedule, share_scratch_);
   if (spec_.mask.custom && !batch.custom_mask.empty()) find_stretches(batch, next.custom_start, policy_.tile_kv, next.schedule);
+  if (spec_.mask.tree) {
+    next.trees.find(batch, spec_.mask);
+    next.trees.add_stretches(next.schedule);
+  }
   next.longest_item = 0;
   for (const WorkItem& item : next.schedule.work) next.longest_item = std::max(next.longest_item, item.q_end - item.q_begin);
   // Shared by both steps, and never smaller than one of them needs.
@@ -131,6 +135,7 @@ AttentionParams Plan::params(const AttentionInputs& in, const AttentionOutputs& 
   a.block_size = spec_.block_size;
   a.split_keys = policy_.split_kv;
   if (spec_.mask.positions) a.positions = step.positions.data();
+  if (spec_.mask.tree) step.trees.set(a);
   a.query_start = step.query_start.data();
   a.seq_lens = step.seq_lens.data();
   a.block_ids = step.keys.ids.as<const int>();
@@ -221,7 +226,8 @@ std::string Plan::str() const {
   const auto are_of_several = [&](const WorkItem& item) { return item.q_begin >= steps_.now().num_tokens; };
   if (const auto shared = std::ranges::count_if(schedule.work, are_of_several); shared > 0)
     text += fmt::format(", {} items shared by requests with the same blocks", shared);
-  if (const size_t items = schedule.details.items.size(); items > 0) text += fmt::format(", {} without hidden tiles", items);
+  if (const size_t items = schedule.details.items.size(); items > 0)
+    text += fmt::format(", {} {}", items, spec_.mask.tree ? "of trees of drafts" : "without hidden tiles");
   return text;
 }
 

@@ -10,6 +10,7 @@
 #include "core/scratch_of_plans.h"
 #include "cpu/kv_sides.h"
 #include "cpu/params.h"
+#include "cpu/tree_tails.h"
 #include "imbrex/attention.h"
 #include "imbrex/schedule.h"
 
@@ -41,6 +42,7 @@ class Plan final : public StepPlan {
     KeySource keys;
     std::vector<long> custom_start;
     TensorView slot_mapping, custom_mask;
+    TreeTails trees;
   };
   AttentionParams params(const AttentionInputs&, const AttentionOutputs&) const;
   int heads_together(const AttentionParams&) const;

@@ -114,7 +114,17 @@ struct FlatCounts {
 
 // For plan_batch.cu: the rules for requests whose lengths are on the device. A request that breaks a rule is left out; when starts
 // decrease, all are.
-enum BatchRule : int { kStartsRise, kTokensFit, kQueryFits, kKeysFit, kQueriesAreKeys, kBlocksSuffice, kMaskSuffices, kNumBatchRules };
+enum BatchRule : int {
+  kStartsRise,
+  kTokensFit,
+  kQueryFits,
+  kKeysFit,
+  kQueriesAreKeys,
+  kBlocksSuffice,
+  kMaskSuffices,
+  kParentsFit,
+  kNumBatchRules
+};
 
 struct RegimeLists {
   CutRules rules;
@@ -130,16 +140,20 @@ struct PlanBatchParams {
   const int *lengths_from, *starts_from;  // the caller's seq_lens [num_reqs] and query_start_loc [num_reqs + 1]
   const int* kv_starts;                   // kv_indptr or kv_start_loc [num_reqs + 1]; null: a dense table
   const int* positions_from;              // the caller's [max_tokens]; null: not given
-  long kv_stride, kv_entries;             // dense: elements between rows, columns; otherwise 0, entries that kv_starts may point at
-  long entry_keys, mask_bytes;            // keys of a block, or 1; bytes of the custom mask
+  // Of trees of drafts the caller's [max_tokens] and [num_reqs]; null: each token follows the one in front of it; all tokens are drafts.
+  const int *parents_from, *num_drafts_from;
+  long kv_stride, kv_entries;   // dense: elements between rows, columns; otherwise 0, entries that kv_starts may point at
+  long entry_keys, mask_bytes;  // keys of a block, or 1; bytes of the custom mask
   int num_reqs, max_tokens, min_query_len, max_query_len, max_seq_len;  // as PlanLimits has the last three
   int num_kv_heads;
   int most_position;  // one that is beyond it, or negative, counts as the nearest that is not
   bool queries_are_keys;
-  // The plan's arrays, as in AttentionParams; custom_start and positions may be null.
+  // The plan's arrays, as in AttentionParams; custom_start, positions and those of trees may be null.
   int *query_start, *seq_lens;  // seq_lens: -1 for a request that is left out
   long *block_start, *custom_start;
   int* positions;
+  unsigned long* tree_seen;
+  int* tree_first;
   RegimeLists regimes[kPlanRegimes];
   FlatCounts* flat;  // or null; keys are not made flat then
   // Between the steps of the kernel, and what the host may ask for.
@@ -147,6 +161,8 @@ struct PlanBatchParams {
   CutItem* items;   // of one regime: one for each query token at most
   int* broken;      // [kNumBatchRules]: the last request that broke the rule, plus 1; grows until the host clears it
 };
+
+constexpr int kMostTreeTokens = 64;  // imbrex::kMostTreeTokens: a longer request is a chain, and has no words
 
 constexpr int kPackMaskThreads = 256;
 
@@ -214,7 +230,7 @@ struct AttentionParams {
   // attention_sm90_mask.cuh.
   unsigned *mask_bits, *seen_tiles;
   int mask_words, seen_tile_words;
-  const int* positions;  // [num_tokens]: of each token among its request's keys; null: the batch does not give them
+  const int* positions;  // [num_tokens]: of each token among its request's keys; null: the batch neither gives them nor has trees
   const WorkItem* work;
   const MergeItem* merges;
   const PlanCounts* counts;
@@ -246,6 +262,10 @@ struct AttentionParams {
   // parts in the rows merge_parts[n], merge_parts[n + 1] and so on.
   const SharedToken* shared_tokens;
   const int* merge_parts;
+  // [num_tokens], of trees of drafts: bit k is set where a token sees the key of its request's token k; the first key that windows and
+  // chunks leave it.
+  const unsigned long* tree_seen;
+  const int* tree_first;
 };
 
 }  // namespace imbrex::cuda

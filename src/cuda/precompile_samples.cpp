@@ -73,6 +73,16 @@ std::vector<TightTile> tight_tiles() {
     add_placed(window, dim == 96 ? "sm_80 sm_90a sm_100a" : "sm_90a", dim == 96);
     add_placed(relative);
   }
+  // Words of trees of drafts, beside windows and what else a logit needs.
+  for (const int dim : {64, 128, 256}) {
+    AttentionSpec tree = spec_of(DType::bf16, DType::bf16, dim, dim), window = tree, capped = tree, alibi = tree;
+    tree.mask.tree = window.mask.tree = capped.mask.tree = alibi.mask.tree = true;
+    window.mask.window_left = alibi.mask.window_left = 4095, window.score.sinks = true;
+    capped.score.soft_cap = 50.f, alibi.score.alibi = true;
+    for (const AttentionSpec& spec : {tree, window, capped, alibi}) add("sm_80 sm_90a sm_100a", spec, both);
+    tree.kv_dtype = DType::fp8_e4m3;
+    add("sm_90a", tree, both);
+  }
   add_placed(spec_of(DType::bf16, DType::fp8_e4m3, 128, 128));
   add_placed(spec_of(DType::f32, DType::f32, 128, 128));
   AttentionSpec wide = spec_of(DType::bf16, DType::bf16, 256, 256);
@@ -108,6 +118,10 @@ std::vector<AttentionSpec> thorough_specs() {
   specs.back().mask.custom = true;
   specs.push_back(spec_of(DType::bf16, DType::bf16, 256, 256));
   specs.back().mask.custom = true;
+  for (const int dim : {64, 128, 256})
+    for (const DType kv : {DType::bf16, DType::fp8_e4m3})
+      for (const int window : {-1, 4095})
+        specs.emplace_back(spec_of(DType::bf16, kv, dim, dim)).mask = {.window_left = window, .tree = true};
   specs.push_back(spec_of(DType::bf16, DType::bf16, 64, 64));
   specs.back().num_q_heads = 66, specs.back().num_kv_heads = 2;  // of each warpgroup's rows, about a half
   // Latents: a half of the values' dims is one product or two, and all that logits and masks can need besides.
@@ -209,6 +223,8 @@ std::vector<AttentionSpec> covering_specs() {
   specs.back().mask = {.custom = true, .positions = true}, specs.back().score = {.alibi = true};
   add(DType::bf16, DType::fp8_e4m3, 128, 128);
   add(DType::f16, DType::f16, 64, 64);
+  add(DType::bf16, DType::bf16, 64, 64);
+  specs.back().mask = {.window_left = 4095, .tree = true};
   add(DType::f16, DType::fp8_e5m2, 128, 128);
   specs.back().mask = {.chunk = 8192}, specs.back().score = {.head_scales = true};
   add(DType::fp8_e4m3, DType::fp8_e4m3, 128, 128);

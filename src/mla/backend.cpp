@@ -36,6 +36,7 @@ bool expands(const MlaSpec& spec, const MlaHardware& hardware) { return !spec.ab
 }  // namespace
 
 std::vector<Reason> MlaCompositeBackend::unsupported(const MlaSpec& spec, const DeviceInfo& device) const {
+  if (spec.mask.tree) return {{"spec.mask.tree", "no tree of drafts", spec.mask.str()}};
   std::vector<Reason> reasons = latent_.unsupported(spec.latent_spec(), device);
   if (!reasons.empty() || spec.absorbed) return reasons;
   reasons = hardware_.refusals(spec, device);

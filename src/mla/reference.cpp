@@ -167,7 +167,8 @@ class MlaReferenceBackend final : public BackendOf<MlaFamily> {
  public:
   std::string_view name() const override { return "reference"; }
   std::string_view description() const override { return "double precision, plain loops, every feature: the law the others are tested by"; }
-  std::vector<Reason> unsupported(const MlaSpec&, const DeviceInfo& device) const override {
+  std::vector<Reason> unsupported(const MlaSpec& spec, const DeviceInfo& device) const override {
+    if (spec.mask.tree) return {{"spec.mask.tree", "no tree of drafts", spec.mask.str()}};
     if (device.device.type == DeviceType::cpu) return {};
     return {{"device.type", "cpu", to_string(device.device.type)}};
   }

@@ -32,7 +32,8 @@ void check_outputs(const BackendOf<AttentionFamily>& backend, const BenchProblem
   for (size_t r = 0; r < requests.size() && taken < kSamples; r += std::max<size_t>(1, requests.size() / kSamples)) {
     if (requests[r].q_len == 0) continue;
     const bool middle = spec.mask.causal && taken % 2 == 1;
-    const int request = int(r), query = middle ? requests[r].q_len / 2 : requests[r].q_len - 1, kv_head = taken % spec.num_kv_heads;
+    const int request = int(r), kv_head = taken % spec.num_kv_heads;
+    const int query = problem.is_tree(r) ? 0 : middle ? requests[r].q_len / 2 : requests[r].q_len - 1;  // of a tree all
     const Expected expected = expect(problem.sample(request, query, kv_head));
     RunResult actual;
     problem.actual(request, query, kv_head, problem.sample_queries(request, query), actual.out, actual.lse);

@@ -61,6 +61,7 @@ BenchProblem::BenchProblem(const BackendOf<AttentionFamily>& backend, const Atte
   batch_.seq_lens = seq_lens_;
   if (spec.mask.custom) batch_.custom_mask = parameters_.custom_mask.view();
   batch_.positions = positions_;
+  batch_.draft_parents = draft_parents_;
   if (spec.block_size == 0) {
     check(common_keys_ == 0, "bench.common_keys", "ragged keys have no blocks to be common, got {} common keys", common_keys_);
     check(options.kv_order.empty(), "bench.kv_order", "ragged keys have no order to choose, got \"{}\"", options.kv_order);
@@ -115,6 +116,9 @@ void BenchProblem::make_parameters(const BenchOptions& options) {
   // The last query first, as a rank of a context-parallel group has it that takes a chunk from either end of a prompt.
   for (size_t r = 0; spec_.mask.positions && r < seq_lens_.size(); ++r)
     for (int t = query_start_loc_[r]; t < query_start_loc_[r + 1]; ++t) positions_.push_back(seq_lens_[r] - 1 - (t - query_start_loc_[r]));
+  // Two drafts behind each, as far as there are, in a request that is short enough for a tree.
+  for (size_t r = 0; spec_.mask.tree && r < seq_lens_.size(); ++r)
+    for (int t = 0, count = requests_[r].q_len; t < count; ++t) draft_parents_.push_back(is_tree(r) ? (t + 1) / 2 - 1 : t - 1);
   const auto place = [&](const HostTensor& t) { return t.empty() ? TensorView{} : owned_.emplace_back(stream_.copy_of(t.view())).view; };
   inputs_.sinks = place(parameters_.sinks);
   inputs_.alibi_slopes = place(parameters_.alibi_slopes);
@@ -237,12 +241,16 @@ HostTensor BenchProblem::host_keys(Side side, int request, int64_t count, int he
   return all;
 }
 
-int BenchProblem::sample_queries(int request, int query) const { return spec_.mask.causal ? 1 : requests_[size_t(request)].q_len - query; }
+bool BenchProblem::is_tree(size_t request) const { return spec_.mask.tree && requests_[request].q_len <= kMostTreeTokens; }
+
+int BenchProblem::sample_queries(int request, int query) const {
+  return spec_.mask.causal && !is_tree(size_t(request)) ? 1 : requests_[size_t(request)].q_len - query;
+}
 
 CaseInputs BenchProblem::sample(int request, int query, int kv_head) const {
   const BenchRequest& r = requests_[size_t(request)];
   const int queries = sample_queries(request, query), group = spec_.group_size(), first = kv_head * group;
-  const int seq_len = spec_.mask.causal && !spec_.mask.positions ? r.seq_len - r.q_len + query + 1 : r.seq_len;
+  const int seq_len = spec_.mask.causal && !spec_.mask.positions && !is_tree(size_t(request)) ? r.seq_len - r.q_len + query + 1 : r.seq_len;
   const int64_t token = query_start_loc_[size_t(request)] + query;
   CaseInputs in;
   in.spec = spec_;
@@ -264,6 +272,8 @@ CaseInputs BenchProblem::sample(int request, int query, int kv_head) const {
                   parameters_.custom_mask.bytes.data() + mask_start_[size_t(request)] + int64_t(query + i) * r.seq_len, size_t(seq_len));
     }
   }
+  if (is_tree(size_t(request)))
+    in.draft_parents = tensor_of(std::vector<int32_t>(draft_parents_.begin() + token, draft_parents_.begin() + token + queries));
   if (spec_.mask.positions)
     in.positions = tensor_of(std::vector<int32_t>(positions_.begin() + token, positions_.begin() + token + queries));
   return in;

@@ -31,6 +31,7 @@ class BenchProblem {
   // The outputs of that query, as run() left them.
   void actual(int request, int query, int kv_head, int num_queries, std::vector<float>& out, std::vector<float>& lse) const;
   int sample_queries(int request, int query) const;
+  bool is_tree(size_t request) const;  // not a chain; then all queries are sampled together
 
  private:
   // Rows are stretches of one array of numbers: as good as fresh ones for timing, and quickly made wherever they are needed.
@@ -59,7 +60,7 @@ class BenchProblem {
   Synthetic synthetic_;
   Numbers q_numbers_, kv_numbers_;
   PlanLimits limits_{.max_num_reqs = 1, .max_num_tokens = 1, .max_seq_len = 1};
-  std::vector<int32_t> query_start_loc_{0}, seq_lens_, positions_, key_start_{0}, table_;
+  std::vector<int32_t> query_start_loc_{0}, seq_lens_, positions_, draft_parents_, key_start_{0}, table_;
   std::vector<int64_t> mask_start_{0};
   int max_blocks_ = 1, common_keys_ = 0;
   int64_t num_blocks_ = 0, cache_bytes_ = 0;

@@ -63,6 +63,23 @@ TEST(CApiStructs, FieldsGoThereAndBack) {
   EXPECT_STRNE(imbrex_spec_str(spec.get()), "");
 }
 
+TEST(CApiStructs, TreesOfDraftsAreNamed) {
+  imbrex_spec_fields f = small_fields();
+  f.tree = 1, f.reserved = f.reserved_2 = -1;  // the others are not read
+  const SpecHandle spec = spec_of(f);
+  ASSERT_NE(spec, nullptr) << imbrex_last_error();
+  EXPECT_NE(std::string(imbrex_spec_str(spec.get())).find("causal tree"), std::string::npos);
+  f.custom_mask = 1;
+  EXPECT_EQ(spec_of(f), nullptr);
+  const int32_t starts[] = {0, 3}, lens[] = {9}, parents[] = {-1, 0, 0}, drafts[] = {2};
+  imbrex_batch b = init(imbrex_batch_init);
+  b.num_reqs = 1, b.query_start_loc = starts, b.seq_lens = lens, b.draft_parents = parents, b.num_drafts = drafts;
+  const Batch batch = api::batch_of(&b);
+  EXPECT_EQ(batch.draft_parents.size(), 3u);
+  EXPECT_EQ(batch.draft_parents[2], 0);
+  EXPECT_EQ(batch.num_drafts[0], 2);
+}
+
 // A later header's struct has more fields: fine while nobody sets them.
 struct Later {
   imbrex_spec_fields known;

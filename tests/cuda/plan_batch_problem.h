@@ -11,10 +11,12 @@
 #include <vector>
 
 #include "attention/cut_rules.h"
+#include "attention/draft_tree.h"
 #include "cuda/params.h"
 #include "cuda/plan/plan.h"
 #include "cuda/plan/plan_arrays.h"
 #include "gpu/cut.h"
+#include "imbrex/error.h"
 
 namespace imbrex::cuda::test {
 
@@ -26,6 +28,7 @@ struct PlanBatchProblem {
   long l2_keys[kNumRegimes];
   int num_kv_heads;
   std::vector<int> starts{0}, lens, kv_starts, positions;      // positions: as the caller gives them
+  std::vector<int> parents, drafts;                            // of trees, likewise; drafts empty: all tokens are
   std::vector<int> broken = std::vector<int>(kNumBatchRules);  // as the kernel reports it
   std::vector<bool> left_out;
   long mask_bytes = 0;
@@ -41,6 +44,7 @@ struct PlanBatchProblem {
     if (below(6) == 0) mask.window_right = below(100);
     if (below(5) == 0) mask.chunk = 1 + below(9000);
     mask.custom = below(4) == 0;
+    if (below(4) == 0) mask.tree = mask.causal = true, mask.custom = false;
     limits = {.max_num_reqs = most_reqs, .max_num_tokens = 1 + below(4000), .max_seq_len = 1 + below(below(2) ? 130000 : 3000)};
     const int kind = below(4);  // decode, verify, mixed twice
     if (kind == 0 && below(2) == 0) limits.max_query_len = 1;
@@ -64,6 +68,7 @@ struct PlanBatchProblem {
       kv_starts.push_back(below(3));
       for (const int len : lens) kv_starts.push_back(kv_starts.back() + (len + kBlockSize - 1) / kBlockSize + below(2));
     }
+    if (mask.tree) give_parents(spoil);
     if (spoil) break_rules();
     for (int r = 0; r < num_reqs(); ++r) mask_bytes += mask_rows(r);
     if (spoil && below(2) == 0) mask_bytes -= mask_bytes / 4;
@@ -74,7 +79,7 @@ struct PlanBatchProblem {
       policies[regime].most_partial_rows = below(2) == 0 ? 0 : 1 + below(40);
       if (below(3) == 0) policies[regime].tile_q = 1 + below(3);  // several items of a request
     }
-    mask.positions = below(3) == 0;
+    mask.positions = !mask.tree && below(3) == 0;
     if (mask.positions) give_positions();
   }
 
@@ -82,7 +87,9 @@ struct PlanBatchProblem {
 
   // All arrays one after the other; what the kernel writes is 0xff before.
   struct Layout : ArrayLayout {
-    ArrayOf<int> starts_from, lengths_from, kv_starts, query_start, seq_lens, item_start, broken, positions_from, positions;
+    ArrayOf<int> starts_from, lengths_from, kv_starts, query_start, seq_lens, item_start, broken, positions_from, positions, parents_from,
+        drafts_from, tree_first;
+    ArrayOf<unsigned long> tree_seen;
     ArrayOf<long> block_start, custom_start;
     ArrayOf<CutItem> items;
     ArrayOf<WorkItem> work[kPlanRegimes];
@@ -102,7 +109,10 @@ struct PlanBatchProblem {
       l.work[regime] = l.add<WorkItem>(bounds.num_work), l.counts[regime] = l.add<PlanCounts>(1);
       l.merges[regime] = l.add<MergeItem>(bounds.num_merges);
     }
-    l.positions_from = l.add<int>(int64_t(positions.size())), l.positions = l.add<int>(int64_t(positions.size()));
+    const int64_t tokens = mask.tree ? limits.max_num_tokens : 0;
+    l.positions_from = l.add<int>(int64_t(positions.size())), l.positions = l.add<int>(std::max(int64_t(positions.size()), tokens));
+    l.parents_from = l.add<int>(int64_t(parents.size())), l.drafts_from = l.add<int>(int64_t(drafts.size()));
+    l.tree_seen = l.add<unsigned long>(tokens), l.tree_first = l.add<int>(tokens);
     l.items = l.add<CutItem>(limits.max_num_tokens);
     l.flat = l.add<FlatCounts>(1);
     return l;
@@ -114,7 +124,7 @@ struct PlanBatchProblem {
       if (!values.empty()) std::memcpy(bytes.data() + at.offset, values.data(), values.size() * sizeof(int));
     };
     put(l.starts_from, starts), put(l.lengths_from, lens), put(l.kv_starts, kv_starts);
-    put(l.positions_from, positions);
+    put(l.positions_from, positions), put(l.parents_from, parents), put(l.drafts_from, drafts);
     put(l.broken, std::vector<int>(kNumBatchRules));
     return bytes;
   }
@@ -127,6 +137,10 @@ struct PlanBatchProblem {
     p.kv_stride = kv_starts.empty() ? kTableColumns : 0, p.kv_entries = kv_starts.empty() ? kTableColumns : kv_starts.back();
     p.entry_keys = kBlockSize, p.mask_bytes = mask_bytes;
     if (mask.positions) p.positions_from = at(l.positions_from), p.positions = at(l.positions), p.most_position = kMostPosition;
+    if (mask.tree) {
+      p.parents_from = at(l.parents_from), p.num_drafts_from = drafts.empty() ? nullptr : at(l.drafts_from);
+      p.positions = at(l.positions), p.tree_seen = at(l.tree_seen), p.tree_first = at(l.tree_first);
+    }
     p.num_reqs = num_reqs(), p.num_kv_heads = num_kv_heads, p.max_tokens = limits.max_num_tokens;
     p.min_query_len = limits.min_query_len, p.max_query_len = limits.max_query_len, p.max_seq_len = limits.max_seq_len,
     p.queries_are_keys = queries_are_keys;
@@ -183,6 +197,17 @@ struct PlanBatchProblem {
       EXPECT_EQ(values(l.positions, tokens), std::vector<int>(all.begin(), all.begin() + long(tokens)));
       EXPECT_TRUE(untouched(l.positions, tokens));
     }
+    for (size_t r = 0; mask.tree && !fall && r < reqs; ++r) {
+      if (left_out[r]) continue;
+      std::vector<TreeNode> nodes;
+      find_nodes(batch_of_all(), mask, int(r), nodes);
+      for (size_t t = 0; t < nodes.size(); ++t) {
+        const size_t token = size_t(starts[r]) + t;
+        EXPECT_EQ(values(l.positions, token + 1)[token], nodes[t].position) << "request " << r << ", token " << t;
+        EXPECT_EQ(values(l.tree_seen, token + 1)[token], nodes[t].seen) << "request " << r << ", token " << t;
+        EXPECT_EQ(values(l.tree_first, token + 1)[token], nodes[t].first) << "request " << r << ", token " << t;
+      }
+    }
     const std::vector<Schedule> lists = expected();
     const FlatCounts flat = values(l.flat, 1)[0];
     EXPECT_EQ(std::memcmp(&flat.over_cache, bytes.data() + l.counts[kPrefill].offset, sizeof flat.over_cache), 0);
@@ -237,6 +262,37 @@ struct PlanBatchProblem {
     return all;
   }
 
+  // Any tree of the drafts of each request that is short enough; where they are to be spoiled, a few that are none.
+  void give_parents(bool spoil) {
+    parents.resize(size_t(std::max(limits.max_num_tokens, starts.back())));
+    if (below(2) == 0) drafts.resize(lens.size());
+    for (int r = 0; r < num_reqs(); ++r) {
+      const int begin = starts[size_t(r)], q_len = starts[size_t(r) + 1] - begin, own = drafts.empty() ? q_len : below(q_len + 1);
+      if (!drafts.empty()) drafts[size_t(r)] = own;
+      for (int t = 0; t < q_len; ++t)
+        parents[size_t(begin + t)] = t < q_len - own ? 77 : q_len > imbrex::kMostTreeTokens ? t - 1 : below(t + 1) - 1;
+      if (spoil && own > 0 && below(9) == 0) parents[size_t(begin + q_len - 1 - below(own))] = below(2) == 0 ? q_len : -2;
+    }
+  }
+  Batch batch_of_all() const {
+    Batch batch;
+    batch.query_start_loc = starts, batch.seq_lens = lens, batch.draft_parents = parents, batch.num_drafts = drafts;
+    return batch;
+  }
+  bool is_tree(int r) const {
+    Batch batch = batch_of_all();
+    const int begin = starts[size_t(r)], query_start[] = {0, starts[size_t(r) + 1] - begin};
+    batch.query_start_loc = query_start, batch.seq_lens = batch.seq_lens.subspan(size_t(r), 1);
+    batch.draft_parents = batch.draft_parents.subspan(size_t(begin));
+    if (!drafts.empty()) batch.num_drafts = batch.num_drafts.subspan(size_t(r), 1);
+    try {
+      check_draft_parents(batch, true);
+    } catch (const Error&) {
+      return false;
+    }
+    return true;
+  }
+
   void break_rules() {
     for (int r = 0; r < num_reqs(); ++r) {
       int& len = lens[size_t(r)];
@@ -252,6 +308,7 @@ struct PlanBatchProblem {
     if (kind == 3) limits.min_query_len = 1 + below(4);
     if (kind == 2 && num_reqs() > 0) starts[size_t(below(num_reqs()))] += 1 + below(3);
   }
+  bool starts_fall() const { return !std::is_sorted(starts.begin(), starts.end()); }
   // The first rule that a request breaks, as params.h defines them.
   BatchRule first_broken(int r, long mask_begin) const {
     const int begin = starts[size_t(r)], end = starts[size_t(r) + 1], len = lens[size_t(r)];
@@ -264,6 +321,7 @@ struct PlanBatchProblem {
     if (len < end - begin) return kQueriesAreKeys;
     if (len > blocks * kBlockSize) return kBlocksSuffice;
     if (mask.custom && mask_begin + mask_rows(r) > mask_bytes) return kMaskSuffices;
+    if (mask.tree && !starts_fall() && !is_tree(r)) return kParentsFit;
     return kNumBatchRules;
   }
   void judge() {
@@ -292,6 +350,8 @@ struct PlanBatchProblem {
       batch.query_start_loc = query_start;
       batch.seq_lens = std::span(lens).subspan(size_t(r), 1);
       if (mask.positions) batch.positions = std::span(in_range).subspan(size_t(begin));
+      if (mask.tree) batch.draft_parents = std::span(parents).subspan(size_t(begin));
+      if (!drafts.empty()) batch.num_drafts = std::span(drafts).subspan(size_t(r), 1);
       Schedule one;
       cut(batch, mask, pieces, one);
       for (CutItem item : one.items) {
@@ -331,6 +391,7 @@ struct PlanBatchProblem {
       batch.query_start_loc = starts;
       batch.seq_lens = lens;
       batch.positions = in_range;
+      batch.draft_parents = parents, batch.num_drafts = drafts;
       SchedulePolicy with_rows = policy;
       with_rows.first_partial = first_partial;
       Schedule together;

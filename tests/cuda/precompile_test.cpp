@@ -37,8 +37,8 @@ TEST(CoveringSpecs, HaveEveryOptionInEveryRegime) {
     for (const gpu::Regime regime : kAllRegimes) {
       SCOPED_TRACE(std::string(arch) + ", regime " + std::to_string(int(regime)));
       auto values = values_of(arch, regime);
-      for (const char* option : {"kCausal", "kWindow", "kCustomMask", "kPositions", "kHeadScales", "kSoftCap", "kAlibi", "kRelative",
-                                 "kSinks", "kValuesInKeys", "kRopeApart", "kDsMla"})
+      for (const char* option : {"kCausal", "kWindow", "kCustomMask", "kPositions", "kTree", "kHeadScales", "kSoftCap", "kAlibi",
+                                 "kRelative", "kSinks", "kValuesInKeys", "kRopeApart", "kDsMla"})
         EXPECT_EQ(values[option], both) << option;
       EXPECT_EQ(values["kQType"], q_types);
       EXPECT_EQ(values["kKvType"], kv_types);

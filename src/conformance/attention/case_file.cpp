@@ -88,6 +88,23 @@ HostTensor take_positions(CaseTensors& tensors, bool wanted, int64_t num_tokens)
   return positions;
 }
 
+HostTensor take_draft_parents(CaseTensors& tensors, bool wanted, std::span<const CaseRequest> requests) {
+  int64_t first = 0;
+  for (const CaseRequest& r : requests) first += r.q_len;
+  HostTensor parents = tensors.take_if(wanted, "draft_parents", DType::i32, {first});
+  if (parents.empty()) return parents;
+  first = 0;
+  for (const CaseRequest& r : requests) {
+    for (int t = 0; t < r.q_len; ++t) {
+      const int parent = int(parents.get(first + t));
+      check(parent >= -1 && parent < t && (r.q_len <= kMostTreeTokens || parent == t - 1), "case_file.draft_parents",
+            "token {} of a request of {} tokens follows token {}", t, r.q_len, parent);
+    }
+    first += r.q_len;
+  }
+  return parents;
+}
+
 void check_case_scale(const HostTensor& scale, int heads) {
   if (scale.empty()) return;
   check(scale.sizes[0] == 1 || scale.sizes[0] == heads, "case_file.scale.size", "expected 1 or {} scales, got {}", heads, scale.sizes[0]);
@@ -130,6 +147,7 @@ CaseFile parse_case(const Safetensors& file) {
   in.relative_bias = tensors.take_if(spec.score.relative_buckets > 0, "relative_bias", DType::f32, {spec.score.relative_buckets, heads});
   in.custom_mask = tensors.take_if(spec.mask.custom, "custom_mask", DType::u8, {num_pairs});
   in.positions = take_positions(tensors, spec.mask.positions, num_tokens);
+  in.draft_parents = take_draft_parents(tensors, spec.mask.tree && tensors.has("draft_parents"), in.requests);
   in.q_scale = tensors.take_if(spec.q_dtype == DType::fp8_e4m3 && tensors.has("q_scale"), "q_scale", DType::f32, {-1});
   in.k_scale = tensors.take_if(is_fp8(spec.kv_dtype) && tensors.has("k_scale"), "k_scale", DType::f32, {-1});
   in.v_scale = latent ? in.k_scale : tensors.take_if(is_fp8(spec.kv_dtype) && tensors.has("v_scale"), "v_scale", DType::f32, {-1});
@@ -170,7 +188,8 @@ Safetensors to_safetensors(const CaseFile& c) {
                                                                 {"k_scale", &in.k_scale},
                                                                 {"v_scale", &in.v_scale},
                                                                 {"custom_mask", &in.custom_mask},
-                                                                {"positions", &in.positions}};
+                                                                {"positions", &in.positions},
+                                                                {"draft_parents", &in.draft_parents}};
   for (const auto& [name, tensor] : optional)
     if (!tensor->empty() && !(latent && tensor == &in.v_scale)) file.tensors[name] = *tensor;
   return file;

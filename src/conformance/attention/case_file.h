@@ -21,6 +21,8 @@ struct CaseFile {
 // The requests of query_start_loc and seq_lens. queries_are_keys: a request has at least as many keys as queries. Error
 // case_file.seq_lens.*
 std::vector<CaseRequest> case_requests(const HostTensor& starts, const HostTensor& lens, bool queries_are_keys);
+// Takes parents of a case's queries, where `wanted`. Error case_file.draft_parents
+HostTensor take_draft_parents(CaseTensors& tensors, bool wanted, std::span<const CaseRequest>);
 // Takes positions of a case's queries, where `wanted`. Error case_file.positions
 HostTensor take_positions(CaseTensors&, bool wanted, int64_t num_tokens);
 // Refuses scales other than 1, or one for each of so many heads. Error case_file.scale.*

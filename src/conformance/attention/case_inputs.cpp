@@ -80,6 +80,18 @@ int position_of(const Case& c, const CaseRequest& r, int i) {
   }
 }
 
+// The query that query i follows.
+int parent_of(const Case& c, const CaseRequest& r, int i) {
+  if (r.q_len > kMostTreeTokens || r.id % 5 == 4) return i - 1;
+  switch (c.tree) {
+    case TreePattern::binary: return (i + 1) / 2 - 1;
+    case TreePattern::random: return int(splitmix(c.seed * 977 + uint64_t(r.id) * 131 + uint64_t(i)) % uint64_t(i + 1)) - 1;
+    case TreePattern::wide: return i == 0 ? -1 : 0;
+    case TreePattern::forest: return i % kForestTokens == 0 ? -1 : i - 1;
+    default: return i - 1;
+  }
+}
+
 // Whether the custom mask shows key j to query i.
 bool custom_shows(const Case& c, const CaseRequest& r, int i, int j) {
   const int position = r.seq_len - r.q_len + i, context = r.seq_len - r.q_len;
@@ -108,6 +120,27 @@ HostTensor head_vector(const Case& c, Sequence sequence, double low, double high
 }
 
 }  // namespace
+
+int64_t CaseInputs::position_of(const CaseRequest& r, int64_t first, int i) const {
+  if (spec.mask.positions) return int64_t(positions.get(first + i));
+  const int64_t context = int64_t(r.seq_len) - r.q_len;
+  if (draft_parents.empty()) return context + i;
+  int64_t depth = 0;
+  for (int above = parent_of(first, i); above >= 0; above = parent_of(first, above)) ++depth;
+  return context + depth;
+}
+
+int64_t CaseInputs::key_position_of(const CaseRequest& r, int64_t first, int64_t j) const {
+  const int64_t context = int64_t(r.seq_len) - r.q_len;
+  return draft_parents.empty() || j < context ? j : position_of(r, first, int(j - context));
+}
+
+bool CaseInputs::tree_shows(const CaseRequest& r, int64_t first, int i, int64_t j) const {
+  const int64_t context = int64_t(r.seq_len) - r.q_len;
+  if (draft_parents.empty() || j < context) return true;
+  while (i > j - context) i = parent_of(first, i);
+  return i == j - context;
+}
 
 CaseInputs make_inputs(const Case& c) {
   const AttentionSpec& spec = c.spec;
@@ -153,6 +186,12 @@ CaseInputs make_inputs(const Case& c) {
     for (const CaseRequest& r : c.requests)
       for (int i = 0; i < r.q_len; ++i) positions.push_back(position_of(c, r, i));
     in.positions = tensor_of(positions);
+  }
+  if (spec.mask.tree) {
+    std::vector<int32_t> parents;
+    for (const CaseRequest& r : c.requests)
+      for (int i = 0; i < r.q_len; ++i) parents.push_back(parent_of(c, r, i));
+    in.draft_parents = tensor_of(parents);
   }
   if (is_fp8(spec.kv_dtype) && !codec_of(spec).scales_inside) {
     const int count = c.scale_per_head ? spec.num_kv_heads : 1;

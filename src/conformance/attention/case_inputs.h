@@ -19,14 +19,19 @@ struct CaseInputs {
   HostTensor relative_bias;                     // f32 [relative_buckets, num_q_heads]
   HostTensor custom_mask;                       // u8 [sum of q_len * seq_len]
   HostTensor positions;                         // i32 [T]
+  HostTensor draft_parents;                     // i32 [T], under a tree; empty: chains
   HostTensor q_scale, k_scale, v_scale;         // f32 [1] or [num_kv_heads], fp8 queries and fp8 caches only
   HostTensor k_rope_scale;                      // latent_rope, where k_scale is given; empty: k_scale
 
   int num_tokens() const { return int(q.sizes[0]); }
   // Of query number i of a request whose first query is row `first` of q.
-  int64_t position_of(const CaseRequest& r, int64_t first, int i) const {
-    return spec.mask.positions ? int64_t(positions.get(first + i)) : int64_t(r.seq_len) - r.q_len + i;
-  }
+  int64_t position_of(const CaseRequest& r, int64_t first, int i) const;
+  // Of key number j of the request.
+  int64_t key_position_of(const CaseRequest& r, int64_t first, int64_t j) const;
+  // Whether a tree, where there is one, shows the key to the query: it is in front of all queries, or an ancestor's, or the query's own.
+  bool tree_shows(const CaseRequest& r, int64_t first, int i, int64_t j) const;
+  // The query that query number i follows; -1: none.
+  int parent_of(int64_t first, int i) const { return draft_parents.empty() ? i - 1 : int(draft_parents.get(first + i)); }
 };
 
 // Makes the inputs of a case: the same bits on every machine.

@@ -26,7 +26,7 @@ struct Step {
   std::vector<int32_t> query_start_loc{0}, seq_lens, table, indptr{0}, indices, last_page_len, start_loc;
   std::vector<int64_t> slots;
   std::vector<uint8_t> mask;
-  std::vector<int32_t> positions;
+  std::vector<int32_t> positions, parents;
   Batch batch;
 };
 
@@ -178,6 +178,8 @@ class Runner {
         }
       }
       for (int t = s.q_begin; mask.positions && t < s.q_end; ++t) step.positions.push_back(int32_t(in_.positions.get(first_token_[r] + t)));
+      for (int t = s.q_begin; mask.tree && !in_.draft_parents.empty() && t < s.q_end; ++t)
+        step.parents.push_back(in_.parent_of(first_token_[r], t));
       if (!mask.custom) continue;
       const uint8_t* rows = reinterpret_cast<const uint8_t*>(in_.custom_mask.bytes.data()) + mask_start(r);
       const int stride = in_.requests[r].seq_len;
@@ -203,6 +205,7 @@ class Runner {
     }
     if (spec_.block_size > 0) b.slot_mapping = row_vector(step.slots.data(), DType::i64, step.slots.size());
     b.positions = step.positions;
+    b.draft_parents = step.parents;
     if (mask.custom && !step.mask.empty()) b.custom_mask = row_vector(step.mask.data(), DType::u8, step.mask.size());
     return step;
   }

@@ -21,7 +21,7 @@ struct RunOptions {
   Poison poison = Poison::nan;
   int padding_tokens = 2;        // rows after the batch's tokens
   DType out_dtype = DType::f32;  // one of spec.out_dtypes()
-  int chunk = 0;                 // > 0: a request's queries are run in steps of so many (causal cases only)
+  int chunk = 0;                 // > 0: a request's queries are run in steps of so many (causal cases without trees only)
   ParallelFor threads;
   bool share_blocks = false;  // requests of one id have their context's blocks in common (plain values only: others depend on seq_len)
   bool balanced = false;      // split by load: the one option that may change roundings

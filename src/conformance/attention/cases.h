@@ -31,6 +31,18 @@ enum class PositionPattern : uint8_t {
 
 constexpr int kSpanTokens = 12;
 
+// Batch::draft_parents of a request's queries, where these are no more than kMostTreeTokens; of others, and of every fifth request, a
+// chain.
+enum class TreePattern : uint8_t {
+  none,
+  binary,  // in the order of a heap: two tokens follow each
+  random,  // any token in front of it, or none
+  wide,    // one token, and all others behind it
+  forest   // chains of kForestTokens tokens side by side, each behind the context
+};
+
+constexpr int kForestTokens = 3;
+
 // How the logits of a row go along its keys; whatever follows from the order of an online softmax hides behind `plain` ones.
 enum class ValuePattern : uint8_t {
   plain,    // no trend
@@ -63,6 +75,7 @@ struct Case {
   float rope_factor = 1.f;       // fp8 caches of latent_rope: k_rope_scale is k_scale times that
   CustomPattern custom = CustomPattern::none;
   PositionPattern positions = PositionPattern::none;
+  TreePattern tree = TreePattern::none;
   ValuePattern values = ValuePattern::plain;
   uint64_t seed = 1;
 
@@ -73,8 +86,8 @@ struct Case {
   friend bool operator==(const Case&, const Case&) = default;
 };
 
-// At least 500, made by composing axes: shape, length, dtype, mask, page, score, long, mixed, verify, value, prefill, latent, position
-// (first part of the name).
+// At least 500, made by composing axes: shape, length, dtype, mask, page, score, long, mixed, verify, value, prefill, latent, position,
+// tree (first part of the name).
 std::span<const Case> cases();
 const Case* find_case(std::string_view name);  // nullptr when there is none
 

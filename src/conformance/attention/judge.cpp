@@ -63,15 +63,18 @@ class NaiveRow {
  public:
   NaiveRow(const CaseInputs& in, const float* keys, const float* values) : in_(in), spec_(in.spec), keys_(keys), values_(values) {}
 
-  // `first_key` is the request's first row in k and v, `shown` its custom mask row or null.
-  void compute(const CaseRequest& r, int64_t position, int head, const float* q, int64_t first_key, const char* shown, float* out) {
+  // Of query number i of a request whose first query is row `first` of q. `first_key` is the request's first row in k and v, `shown` the
+  // query's custom mask row or null.
+  void compute(const CaseRequest& r, int64_t first, int i, int head, const float* q, int64_t first_key, const char* shown, float* out) {
+    const int64_t position = in_.position_of(r, first, i);
     const int heads = spec_.num_kv_heads, kv_head = head / spec_.group_size(), dim_qk = spec_.head_dim_qk, dim_v = spec_.head_dim_v;
     seen_.clear();
     logits_.clear();
     for (int64_t j = 0; j < r.seq_len; ++j) {
-      if (!mask_allows(spec_.mask, position, j) || (shown != nullptr && shown[j] == 0)) continue;
+      const int64_t place = in_.key_position_of(r, first, j);
+      if (!in_.tree_shows(r, first, i, j) || !mask_allows(spec_.mask, position, place) || (shown != nullptr && shown[j] == 0)) continue;
       seen_.push_back(first_key + j);
-      logits_.push_back(logit(dot(q, keys_ + ((first_key + j) * heads + kv_head) * dim_qk, dim_qk), head, j - position));
+      logits_.push_back(logit(dot(q, keys_ + ((first_key + j) * heads + kv_head) * dim_qk, dim_qk), head, place - position));
     }
     std::fill_n(out, dim_v, 0.f);
     if (seen_.empty()) return;
@@ -168,7 +171,7 @@ std::vector<float> naive_attention(const CaseInputs& in) {
   for (const CaseRequest& r : in.requests) {
     for (int i = 0; i < r.q_len; ++i, ++token, mask += r.seq_len)
       for (int h = 0; h < heads; ++h)
-        row.compute(r, in.position_of(r, token - i, i), h, &q[size_t((token * heads + h) * spec.head_dim_qk)], key,
+        row.compute(r, token - i, i, h, &q[size_t((token * heads + h) * spec.head_dim_qk)], key,
                     spec.mask.custom ? in.custom_mask.bytes.data() + mask : nullptr, &out[size_t((token * heads + h) * spec.head_dim_v)]);
     key += r.seq_len;
   }

@@ -139,7 +139,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
     const int begin = block.key();
     const long split_end = (begin / a.split_keys + 1L) * a.split_keys;
     const int end = split_end < block.end() && item.partial < 0 ? int(split_end) : block.end();
-    if (block.begins()) show(s.rows, all_rows, block.shown());
+    if (block.begins()) show(s.rows, all_rows, block.shown(), block.key());
     if (block.leaves_split(before) && item.partial < 0) {
       for_rows([&](int i) {
         float* into = s.folded + long(i) * n.dim_tiles * 16;
@@ -162,6 +162,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
                  .heads = heads,
                  .keys = keys,
                  .regular = regular,
+                 .masked = any_custom(s.rows, all_rows),
                  .stage_later = narrow,
                  .kb = begin,
                  .end = end,

@@ -121,7 +121,7 @@ void run_narrow(JobList& list) {
       float *row_scores = (float*)mine + r * 16, *out = s.out + row_offset(i, dim_tiles);
       if (now->full) {
         softmax_row<kLogits>(a, s.rows[i], *now, row_scores, s.max + i, s.sum + 16 * i, s.scale + i, s.curves + i, out, dim_tiles);
-      } else if (list.regular) {
+      } else if (list.regular && !s.rows[i].custom) {
         softmax_row<kLogits, true>(a, s.rows[i], *now, row_scores, s.max + i, s.sum + 16 * i, s.scale + i, s.curves + i, out, dim_tiles);
       } else {
         softmax_row<kAny>(a, s.rows[i], *now, row_scores, s.max + i, s.sum + 16 * i, s.scale + i, s.curves + i, out, dim_tiles);

@@ -108,6 +108,7 @@ struct JobList {
   int heads;    // several: each has a row block
   Visible keys;
   bool regular;               // all rows have plain logits, or all capped ones
+  bool masked;                // some row is under a mask of bytes here, and takes the general way
   bool stage_later;           // the caller stages the parts of a block itself, between its products
   bool whole_blocks = false;  // jobs take all chunks, seen or not: the loop without counts is faster than what hidden chunks would save
   int kb, end, block = 0, slot = 0;
@@ -133,7 +134,7 @@ struct JobList {
         job->kb = kb;
         job->c0 = rows.lo > kb && !whole_blocks ? (rows.lo - kb) / 32 : 0;
         job->c1 = rows.hi < kb + kBlockKeys && !whole_blocks ? (rows.hi - kb + 31) / 32 : kChunks;
-        job->full = regular && rows.all_lo <= kb && rows.all_hi >= kb + kBlockKeys;
+        job->full = regular && !masked && rows.all_lo <= kb && rows.all_hi >= kb + kBlockKeys;
         job->fresh = s.fresh[block];
         s.fresh[block] = false;
         job->tiles = tiles + slot;
@@ -157,7 +158,7 @@ void run_jobs(JobList& list) {
   float* const scores[2] = {s.scores, s.scores + 2 * kGroups * 256};
   Job jobs[3];
   Job *before = nullptr, *now = jobs, *after = jobs + 1;
-  list.whole_blocks = kSteps && list.regular;
+  list.whole_blocks = kSteps && list.regular && !list.masked;
   if (!list.next(now)) return;
   TILE_FENCE();
   for (int c = now->c0; c < now->c1; ++c)
@@ -234,7 +235,7 @@ void run_jobs(JobList& list) {
         if (now->full) {
           softmax_row<kLogits>(a, rows[r], *now, row_scores, max + r, sum + 16 * r, scale + r, curves + r, out + row_offset(r, dim_tiles),
                                dim_tiles);
-        } else if (list.regular) {
+        } else if (list.regular && !rows[r].custom) {
           softmax_row<kLogits, true>(a, rows[r], *now, row_scores, max + r, sum + 16 * r, scale + r, curves + r,
                                      out + row_offset(r, dim_tiles), dim_tiles);
         } else {

@@ -11,6 +11,7 @@ template <bool bf16>
 __attribute__((noinline)) void modify_logits(const AttentionParams& a, const Row& row, int kb, float* const s[kVecs]) {
   const vi lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const bool biased = row.slope != 0.f || row.bias;
+  const int* const places = row.custom && row.key_positions ? row.key_positions + (kb - row.first_byte) : nullptr;
   const float unit = biased ? 1.f : kLog2e;  // biases come in natural units and are added before the change of base
   for (int t = 0; t < kVecs; ++t) {
     vf x = _mm512_load_ps(s[t]);
@@ -21,7 +22,8 @@ __attribute__((noinline)) void modify_logits(const AttentionParams& a, const Row
       x = _mm512_mul_ps(x, _mm512_set1_ps(row.scale * unit));
     }
     if (biased) {
-      const vi distance = _mm512_add_epi32(lane, _mm512_set1_epi32(kb + 16 * t - row.position));
+      vi distance = _mm512_add_epi32(lane, _mm512_set1_epi32(kb + 16 * t - row.position));
+      if (places) distance = _mm512_sub_epi32(_mm512_loadu_si512(places + 16 * t), _mm512_set1_epi32(row.position));
       if (row.slope != 0.f) {
         vf far = _mm512_cvtepi32_ps(distance);
         if (a.alibi_sqrt)
@@ -50,7 +52,8 @@ IMBREX_INLINE void range_masks(const Row& row, int kb, __mmask16 seen[kVecs]) {
 IMBREX_INLINE void row_masks(const Row& row, int kb, __mmask16 seen[kVecs]) {
   range_masks(row, kb, seen);
   for (int t = 0; t < kVecs && row.custom; ++t) {
-    if (seen[t]) seen[t] &= _mm_test_epi8_mask(_mm_maskz_loadu_epi8(seen[t], row.custom + kb + 16 * t), _mm_set1_epi8(-1));
+    if (seen[t])
+      seen[t] &= _mm_test_epi8_mask(_mm_maskz_loadu_epi8(seen[t], row.custom + (kb - row.first_byte) + 16 * t), _mm_set1_epi8(-1));
   }
 }
 

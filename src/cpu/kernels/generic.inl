@@ -137,21 +137,23 @@ void softmax_row(const AttentionParams& a, const Row& row, int kb, float* s, flo
   const float scale = plain ? row.scale * kLog2e : row.scale;
   for (int j = 0; j < kBlockKeys; ++j) s[j] *= scale;
   if (!plain) {
+    const int* const places = row.custom && row.key_positions ? row.key_positions + (kb - row.first_byte) : nullptr;
     for (int j = lo; j < hi; ++j) {
+      const int distance = (places ? places[j] : kb + j) - row.position;
       float x = s[j];
       if (a.soft_cap > 0.f) x = a.soft_cap * __builtin_tanhf(x / a.soft_cap);
       if (row.slope != 0.f) {
-        const float distance = float(kb + j - row.position);
-        x += row.slope * (a.alibi_sqrt ? -__builtin_sqrtf(distance < 0.f ? -distance : 0.f) : distance);
+        const float far = float(distance);
+        x += row.slope * (a.alibi_sqrt ? -__builtin_sqrtf(far < 0.f ? -far : 0.f) : far);
       }
-      if (row.bias) x += row.bias[clamp_int(kb + j - row.position, -a.bias_reach, a.bias_reach)];
+      if (row.bias) x += row.bias[clamp_int(distance, -a.bias_reach, a.bias_reach)];
       s[j] = x * kLog2e;
     }
   }
   for (int j = 0; j < lo; ++j) s[j] = -__builtin_inff();
   for (int j = hi; j < kBlockKeys; ++j) s[j] = -__builtin_inff();
   if (row.custom) {
-    for (int j = lo; j < hi; ++j) s[j] = row.custom[kb + j] ? s[j] : -__builtin_inff();
+    for (int j = lo; j < hi; ++j) s[j] = row.custom[kb + j - row.first_byte] ? s[j] : -__builtin_inff();
   }
   Vec tops = Vec{} + *max;
   for (int j = 0; j < kBlockKeys; j += kLanes) {
@@ -263,7 +265,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, [[ma
 #endif
   for (; !block.done(); before = block, block.next()) {
     const int kb = block.key();
-    if (block.begins()) show(s.rows, num_rows, block.shown());
+    if (block.begins()) show(s.rows, num_rows, block.shown(), block.key());
     if (block.leaves_split(before) && item.partial < 0) {
       if (!folded) clear(s.folded, long(rows) * v, s.folded_max, s.folded_sum, rows);
       for (int i = 0; i < num_rows; ++i) {

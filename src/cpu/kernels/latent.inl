@@ -277,7 +277,7 @@ bool attend_latents(const AttentionParams& a, const WorkItem& item, int kv_head,
   for (int t = 0; t < s.num_tiles; ++t) {
     pack_latent_queries(a, s, t);
     describe_tile(s, t);
-    s.tiles[t].custom = a.custom_mask != nullptr;
+    s.tiles[t].custom = any_custom(s.rows + t * kLatentRows, kLatentRows);
   }
   clear_latents(s);
   Products::enter();
@@ -289,8 +289,8 @@ bool attend_latents(const AttentionParams& a, const WorkItem& item, int kv_head,
   alignas(64) float row_out[kMaxDim];
   for (; !block.done(); before = block, block.next()) {
     if (block.begins()) {
-      show(s.rows, s.num_tiles * kLatentRows, block.shown());
-      for (int t = 0; t < s.num_tiles; ++t) s.tiles[t].custom = a.custom_mask && !block.shown();
+      show(s.rows, s.num_tiles * kLatentRows, block.shown(), block.key());
+      for (int t = 0; t < s.num_tiles; ++t) s.tiles[t].custom = any_custom(s.rows + t * kLatentRows, kLatentRows);
     }
     if (block.leaves_split(before) && item.partial < 0) {
       for (int i = 0; i < num_rows; ++i) {

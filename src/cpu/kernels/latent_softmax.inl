@@ -125,9 +125,9 @@ class LatentSoftmax {
       seen_[j] = _mm512_cmp_epi32_mask(key, lo, _MM_CMPINT_NLT) & _mm512_cmp_epi32_mask(key, hi, _MM_CMPINT_LT);
     }
     for (int r = 0; tile.custom && r < kLatentRows; ++r) {
-      const unsigned char* const bytes = scratch_->rows[t_ * kLatentRows + r].custom;
-      for (int j = 0; bytes && j < 32; ++j)
-        if ((seen_[j] >> r & 1) && bytes[first + j] == 0) seen_[j] &= __mmask16(~(1u << r));
+      const Row& row = scratch_->rows[t_ * kLatentRows + r];
+      for (int j = 0; row.custom && j < 32; ++j)
+        if ((seen_[j] >> r & 1) && row.custom[first + j - row.first_byte] == 0) seen_[j] &= __mmask16(~(1u << r));
     }
   }
   vf weight_of(int j) const {

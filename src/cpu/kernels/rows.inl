@@ -17,8 +17,10 @@ struct Row {
   float scale;                  // of q.k, everything folded in but log2(e)
   float slope;                  // ALiBi, natural log units
   const float* bias;            // by distance, centred, or null
-  const unsigned char* bytes;   // of the custom mask, this query's; or null
+  const unsigned char* bytes;   // of the custom mask or of a tree's tail, this query's; or null
   const unsigned char* custom;  // `bytes`, or null in a stretch of keys that it hides none of
+  int first_byte;               // the key of bytes[0]
+  const int* key_positions;     // likewise, where keys have others than their numbers: in a tree's tail; or null
 };
 
 inline void fill_rows(const AttentionParams& a, const WorkItem& item, int kv_head, Row* rows) {
@@ -34,8 +36,13 @@ inline void fill_rows(const AttentionParams& a, const WorkItem& item, int kv_hea
   for (int i = item.q_begin; i < item.q_end; ++i) {
     const int t = a.tokens ? a.tokens[i] : i, r = a.tokens ? a.request_of[t] : item.table;
     const int seq_len = a.seq_lens[r], position = position_of(a, r, t);
-    const Visible visible = visible_keys(a, position, seq_len);
+    const TreeTail* const tail = a.tree_tails && a.tree_tails[r].begin >= 0 ? a.tree_tails + r : nullptr;
+    Visible visible = visible_keys(a, position, seq_len);
     const unsigned char* bytes = a.custom_mask ? a.custom_mask + a.custom_start[r] + long(t - a.query_start[r]) * seq_len : nullptr;
+    if (tail) {
+      visible.hi = seq_len - a.query_start[r + 1] + t + 1;  // behind its own key there are no ancestors
+      bytes = a.tree_shown + tail->shown + long(t - a.query_start[r]) * tail->width;
+    }
     for (int g = 0; g < group; ++g, ++row) {
       const Row& of_head = rows[g];
       *row = {.token = t,
@@ -48,14 +55,22 @@ inline void fill_rows(const AttentionParams& a, const WorkItem& item, int kv_hea
               .slope = of_head.slope,
               .bias = of_head.bias,
               .bytes = bytes,
-              .custom = bytes};
+              .custom = bytes,
+              .first_byte = tail ? tail->begin : 0,
+              .key_positions = tail ? a.tree_positions + tail->key_positions : nullptr};
     }
   }
 }
 
-// Prepares rows for a stretch of keys: `shown` ones are hidden from none of them by the custom mask.
-inline void show(Row* rows, int num_rows, bool shown) {
-  for (int i = 0; i < num_rows; ++i) rows[i].custom = shown ? nullptr : rows[i].bytes;
+// Prepares rows for the stretch of keys that begins with `key`: `shown` ones are hidden from none of them by the custom mask.
+inline void show(Row* rows, int num_rows, bool shown, int key) {
+  for (int i = 0; i < num_rows; ++i) rows[i].custom = shown || key < rows[i].first_byte ? nullptr : rows[i].bytes;
+}
+
+inline bool any_custom(const Row* rows, int num_rows) {
+  for (int i = 0; i < num_rows; ++i)
+    if (rows[i].custom) return true;
+  return false;
 }
 
 // The blocks of keys of an item in their order: all of them, or those of its stretches.

@@ -34,6 +34,7 @@ inline std::vector<Constant> attention_constants(const AttentionSpec& spec, DTyp
                                   {"kWindow", has_window(mask)},
                                   {"kCustomMask", mask.custom},
                                   {"kPositions", mask.positions},
+                                  {"kTree", mask.tree},
                                   {"kHeadScales", score.head_scales || spec.scale() < 0},
                                   {"kSoftCap", score.soft_cap > 0},
                                   {"kAlibi", score.alibi},

@@ -19,7 +19,7 @@ constexpr bool kPrefill = kTileRows >= 64 && kKeyWarps == 1;  // warps share out
 constexpr int kTaskRows = kTileRows * kCluster;
 constexpr int kMostRows = kGroup > kItemRows ? kGroup : kItemRows;   // of a work item and kv head: a token at least
 constexpr int kRowBlocks = (kMostRows + kTaskRows - 1) / kTaskRows;  // and tasks
-static_assert(!kShares || (kRowBlocks == 1 && !kPositions && !kWholeItems));
+static_assert(!kShares || (kRowBlocks == 1 && !kPositions && !kTree && !kWholeItems));
 
 struct KeyRange {
   int lo, hi;  // keys [lo, hi); empty when lo >= hi
@@ -56,10 +56,31 @@ struct PositionOf<true> {
   DEVICE static const int* token(const AttentionParams& p, int token, int) { return p.positions + token; }
   DEVICE static int number(const int* position) { return __ldg(position); }
 };
-using Position = PositionOf<kPositions>;
+constexpr bool kGivenPositions = kPositions || kTree;
+using Position = PositionOf<kGivenPositions>;
+
+// What an item of queries that are a tree of drafts has besides. Their own keys are the request's last, and which of them a query sees is
+// in its word of AttentionParams::tree_seen; its other keys are those of a causal mask and of its position.
+template <bool>
+struct TreePart {
+  static constexpr int first_own = 0, first_bit = kFar, all_first = -kFar;
+  DEVICE void set_tree(int, int, int) {}
+  DEVICE void set_all_first(int) {}
+};
+template <>
+struct TreePart<true> {
+  int first_own;  // the key of the item's first query token
+  int first_bit;  // the key of bit 0; kFar where there are no words
+  int all_first;  // the first key that windows and chunks leave all of the item's rows
+  // `context`: keys in front of the request's queries; `index`: of the item's first query among these.
+  DEVICE void set_tree(int context, int index, int q_len) {
+    first_own = context + index, first_bit = q_len <= kMostTreeTokens ? context : kFar;
+  }
+  DEVICE void set_all_first(int key) { all_first = key; }
+};
 
 // The task of a thread block, or of a cluster: up to kTaskRows rows of a work item for one kv head. It is the same in every thread.
-struct Item {
+struct Item : TreePart<kTree> {
   int kv_head;
   int row_begin, num_rows;  // of the item's rows; none where these do not fill all tasks
   int q_begin;              // query token of the item's row 0, within the batch
@@ -76,8 +97,16 @@ struct Item {
   DEVICE int head_of(int row) const { return kv_head * kGroup + (row_begin + row) % kGroup; }
   // Where positions are given, a row behind the last one has the position of that.
   DEVICE int position_of(int row) const {
-    const int there = kPositions ? min(row, num_rows - 1) : row;
+    const int there = kGivenPositions ? min(row, num_rows - 1) : row;
     return Position::number(position + (row_begin + there) / kGroup);
+  }
+  // Of a tree: the key of a row's own token, the first key that windows and chunks leave it, and the word that says which tokens it sees.
+  DEVICE int own_key(int row) const { return first_own + (row_begin + min(row, num_rows - 1)) / kGroup; }
+  DEVICE int first_seen(const AttentionParams& p, int row) const {
+    return kWindow ? __ldg(p.tree_first + token_of(min(row, num_rows - 1))) : -kFar;
+  }
+  DEVICE u64 word_of(const AttentionParams& p, int row) const {
+    return first_bit == kFar ? 0 : u64(__ldg(p.tree_seen + token_of(min(row, num_rows - 1))));
   }
 };
 
@@ -87,17 +116,52 @@ DEVICE int query_token(const AttentionParams& p, const Item& item, int row) {
 }
 
 enum class Outer { least, greatest };
-// The least, or the greatest, position of the queries of rows `first` to `last`; found by a warp together.
+// The least, or the greatest, number of rows `first` to `last`; found by a warp together.
+template <Outer outer, class Number>
+DEVICE int outer_of_rows(int first, int last, const Number& number_of) {
+  const auto further = [](int a, int b) { return outer == Outer::least ? min(a, b) : max(a, b); };
+  int number = number_of(first);
+  for (int row = first + lane_id(); row <= last; row += 32) number = further(number, number_of(row));
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) number = further(number, shuffle(number, lane_id() ^ distance));
+  return number;
+}
+// Of the positions of their queries.
 template <Outer outer>
 DEVICE int outer_position(const Item& item, int first, int last) {
-  if constexpr (!kPositions) return item.position_of(outer == Outer::least ? first : last);
-  const auto further = [](int a, int b) { return outer == Outer::least ? min(a, b) : max(a, b); };
-  int position = item.position_of(first);
-  for (int row = first + lane_id(); row <= last; row += 32) position = further(position, item.position_of(row));
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) position = further(position, shuffle(position, lane_id() ^ distance));
-  return position;
+  if constexpr (!kGivenPositions) return item.position_of(outer == Outer::least ? first : last);
+  return outer_of_rows<outer>(first, last, [&](int row) { return item.position_of(row); });
 }
+
+// Keys [lo, hi) that a row sees, the length of its request and custom masks aside; in a tree, not all of them from its first bit on.
+DEVICE KeyRange seen_by(const AttentionParams& p, const Item& item, int row) {
+  if constexpr (kTree) return {item.first_seen(p, row), item.own_key(row) + 1};
+  return visible_keys(p, item.position_of(row));
+}
+// Keys that some, and that all of the rows `first` to `last` see; found by a warp together.
+struct RowsSeen {
+  KeyRange some, all;
+};
+DEVICE RowsSeen seen_by_rows(const AttentionParams& p, const Item& item, int first, int last) {
+  if constexpr (kTree) {
+    const int lo = kWindow ? outer_of_rows<Outer::least>(first, last, [&](int row) { return item.first_seen(p, row); }) : -kFar;
+    return {{lo, item.own_key(last) + 1}, {item.all_first, min(item.first_bit, item.own_key(first) + 1)}};
+  }
+  const KeyRange least = visible_keys(p, outer_position<Outer::least>(item, first, last)),
+                 greatest = visible_keys(p, outer_position<Outer::greatest>(item, first, last));
+  return {{least.lo, greatest.hi}, {greatest.lo, least.hi}};
+}
+// Whether a word shows key number `bit` of its request's queries; it does every key in front of these.
+DEVICE bool shows(u64 word, int bit) { return bit < 0 || (word >> bit & 1) != 0; }
+// The first `count` bits.
+DEVICE u64 low_bits(int count) { return count <= 0 ? 0 : count < 64 ? (u64(1) << count) - 1 : ~u64(0); }
+// A word that shows key number `bit` in bit 0, and those behind it in the others.
+DEVICE u64 word_from(u64 word, int bit) {
+  if (bit >= 0) return bit < 64 ? word >> bit : 0;
+  return (bit > -64 ? word << -bit : 0) | low_bits(-bit);
+}
+// What lies between a query and such a key that it sees, in depth: the keys behind that key which it sees too. 0 or below.
+DEVICE int depth_to(u64 word, int bit) { return -__popcll(word >> bit >> 1); }
 
 DEVICE int num_tasks(const AttentionParams& p) { return p.counts->num_work * p.kv_heads_now * kRowBlocks; }
 
@@ -139,15 +203,18 @@ DEVICE Item item_of(const AttentionParams& p, int task) {
   // Each query of a shared item sees all of its keys, as one at the last of them does.
   const int usual = item.is_shared() ? work.kv_end - 1 : item.seq_len - q_len + item.query_index;
   item.position = Position::token(p, work.q_begin, usual);
+  item.set_tree(item.seq_len - q_len, item.query_index, q_len);
+  item.set_all_first(-kFar);
   item.first_block = p.block_start[work.table];
-  const KeyRange first = visible_keys(p, outer_position<Outer::least>(item, 0, item.num_rows - 1)),
-                 last = visible_keys(p, outer_position<Outer::greatest>(item, 0, item.num_rows - 1));
-  item.lo = max(work.kv_begin, first.lo);
-  item.hi = min(min(work.kv_end, item.seq_len), last.hi);
+  const KeyRange seen = seen_by_rows(p, item, 0, item.num_rows - 1).some;
+  if constexpr (kTree && kWindow)
+    item.set_all_first(outer_of_rows<Outer::greatest>(0, item.num_rows - 1, [&](int row) { return item.first_seen(p, row); }));
+  item.lo = max(work.kv_begin, seen.lo);
+  item.hi = min(min(work.kv_end, item.seq_len), seen.hi);
   if constexpr (kWholeItems) {
     if (work.merge >= 0) {
       if (work.partial != p.merges[work.merge].first_partial) item.num_rows = 0;
-      item.hi = min(item.seq_len, last.hi), item.partial = -1;
+      item.hi = min(item.seq_len, seen.hi), item.partial = -1;
     }
   }
   return item;

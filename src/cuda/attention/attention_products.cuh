@@ -92,10 +92,9 @@ class Scores {
     k_lane_ = Layout::lane(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2, Layout::kKRow);
     const int last = min(row_ + kWarpRows, item.num_rows) - 1;
     if (row_ <= last) {
-      const KeyRange first_row = visible_keys(p, outer_position<Outer::least>(item, row_, last)),
-                     last_row = visible_keys(p, outer_position<Outer::greatest>(item, row_, last));
-      some_ = {max(item.lo, first_row.lo), min(item.hi, last_row.hi)};
-      all_ = {max(item.lo, last_row.lo), min(item.hi, first_row.hi)};
+      const RowsSeen seen = seen_by_rows(p, item, row_, last);
+      some_ = {max(item.lo, seen.some.lo), min(item.hi, seen.some.hi)};
+      all_ = {max(item.lo, seen.all.lo), min(item.hi, seen.all.hi)};
     }
   }
 
@@ -205,6 +204,9 @@ class Scores {
     }
   }
 
+  // Whether a tile has keys of a tree's tokens.
+  DEVICE bool has_bits(int begin) const { return kTree && begin + kTeamKeys > slot_.item.first_bit; }
+
   DEVICE void modify(int begin, Tile& s) const {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -212,7 +214,15 @@ class Scores {
       for (int h = 0; h < 2; ++h) {
         const int row = computed_here(row_of(m, h)), distance = begin + 2 * (lane_ % 4) - slot_.item.position_of(row);
         const RowTerms row_terms = terms(row);
-        each_of_row(s[m], h, [=, this](float& x, int key) { x = modified(p_, row_terms, x, distance + key); });
+        if (has_bits(begin)) {
+          const u64 word = slot_.item.word_of(p_, row);
+          const int bit = begin + 2 * (lane_ % 4) - slot_.item.first_bit;
+          each_of_row(s[m], h, [=, this](float& x, int key) {
+            x = modified(p_, row_terms, x, bit + key < 0 ? distance + key : depth_to(word, min(bit + key, kMostTreeTokens - 1)));
+          });
+        } else {
+          each_of_row(s[m], h, [=, this](float& x, int key) { x = modified(p_, row_terms, x, distance + key); });
+        }
       }
     }
   }
@@ -223,15 +233,19 @@ class Scores {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = computed_here(row_of(m, h)), first = begin + 2 * (lane_ % 4);
-        const KeyRange keys = visible_keys(p_, slot_.item.position_of(row));
+        const KeyRange keys = seen_by(p_, slot_.item, row);
         const int lo = max(keys.lo, slot_.item.lo) - first, hi = min(keys.hi, slot_.item.hi) - first;
         const unsigned char* custom = nullptr;
         if constexpr (kCustomMask) {
           const int query = slot_.item.query_index + (slot_.item.row_begin + min(row, slot_.item.num_rows - 1)) / kGroup;
           custom = p_.custom_mask + p_.custom_start[slot_.item.request] + long(query) * slot_.item.seq_len + first;
         }
+        u64 word = 0;
+        if constexpr (kTree) word = slot_.item.word_of(p_, row);
+        const int bit = first - slot_.item.first_bit;
         each_of_row(s[m], h, [=](float& x, int key) {
           bool seen = key < hi;
+          if constexpr (kTree) seen = seen && shows(word, bit + key);
           if constexpr (kWindow) seen = seen && key >= lo;
           if constexpr (kCustomMask) seen = seen && custom[key] != 0;
           if (!seen) x = -infinity();

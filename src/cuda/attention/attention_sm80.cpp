@@ -103,7 +103,7 @@ std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const At
     ladder = kBeyond;
   } else if (spec.head_dim_v > 128) {
     ladder = kUpTo256;
-  } else if (!has_plain_logits(spec) || spec.mask.positions || spec.kv_dtype != spec.q_dtype || is_fp8(spec.kv_dtype)) {
+  } else if (!has_plain_logits(spec) || spec.mask.positions || spec.mask.tree || spec.kv_dtype != spec.q_dtype || is_fp8(spec.kv_dtype)) {
     ladder = ladder.subspan(1);
   }
   for (const AttentionTiles& tiles : ladder)
@@ -155,10 +155,11 @@ int attention_sm80_smem_bytes(const AttentionSpec& given, const AttentionTiles& 
   const int stage = kv_planes(spec) * t.keys / t.key_warps * row;
   const int part = t.key_warps > 1 ? t.rows * (v_dims + 8) * 4 : 0;
   // Sizes of members of SharedStorage in attention_sm80.cu; tests compare the sum with the compiled kernel's.
-  constexpr int kScale = 4, kRowTerms = 16, kItem = 56;  // ItemSlot: two arrays of rows, and the item
-  constexpr int kState = 8;                              // state of a row and team
-  constexpr int kTask = 8;                               // next_task and ended
-  const int slot = rounded_up(q + t.rows * (kScale + kRowTerms) + kItem, 16), state = t.key_warps * t.rows * kState;
+  constexpr int kScale = 4, kRowTerms = 16;  // ItemSlot: two arrays of rows, and the item
+  const int item = given.mask.tree ? 80 : 56;
+  constexpr int kState = 8;  // state of a row and team
+  constexpr int kTask = 8;   // next_task and ended
+  const int slot = rounded_up(q + t.rows * (kScale + kRowTerms) + item, 16), state = t.key_warps * t.rows * kState;
   return rounded_up(slot + t.key_warps * std::max(t.stages * stage, part) + state + kTask, 16);
 }
 

@@ -62,6 +62,10 @@ std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
   need(!spec.mask.custom || v <= kMostMaskedDims || has_plain_logits(spec), "spec.mask.custom",
        fmt::format("no custom mask beside a soft cap, ALiBi or head scales with more than {} dims", kMostMaskedDims), "a custom mask");
   need(!spec.mask.positions, "spec.mask.positions", "positions aligned at the bottom right", "given positions");
+  // Registers again: with 64 dims a thread block has three warpgroups.
+  need(!spec.mask.tree || (has_plain_logits(spec) && !(has_window(spec.mask) && v <= kSm90ChunkDims)), "spec.mask.tree",
+       fmt::format("no tree beside logits other than q.k times a scale, or beside a window with {} dims or fewer", kSm90ChunkDims),
+       "a tree");
   need(spec.score.relative_buckets == 0, "spec.score.relative_buckets", "0", fmt::format("{}", spec.score.relative_buckets));
   need(!spec.score.alibi_sqrt, "spec.score.alibi_sqrt", "false", "true");  // distances are added to a tile at a time, by their sum
   return reasons;

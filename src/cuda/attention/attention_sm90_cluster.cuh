@@ -17,7 +17,7 @@ DEVICE int rank_in_cluster() { return kCluster == 1 ? 0 : int(cluster_rank()); }
 DEVICE int seen_end(const AttentionParams& p, const Item& item) {
   const Tiles tiles = tiles_of(item);
   if constexpr (kSkipped == 0) return tiles.end;
-  const int hi = visible_keys(p, item.position_of(item.num_rows - 1)).hi;
+  const int hi = seen_by(p, item, item.num_rows - 1).hi;
   return max(tiles.first + 1, min(tiles.end, (hi + kTileKeys - 1) / kTileKeys));
 }
 

@@ -88,9 +88,8 @@ class Consumer {
     set_rows(rows, p_, item, item_row(), p_.scale * kv_scale(p_.k, item.kv_head));
     const int begin = warp_id() / 4 * kTeamRows;  // not by wg, which would stay in a register meanwhile
     const int first_row = min(begin, item.num_rows - 1), last_row = min(begin + kTeamRows - 1, item.num_rows - 1);
-    const int all_lo = max(item.lo, visible_keys(p_, item.position_of(last_row)).lo);
-    const int all_hi = max(0, min(item.hi, visible_keys(p_, item.position_of(first_row)).hi));
-    whole_first_ = (all_lo + kTileKeys - 1) / kTileKeys, whole_end_ = all_hi / kTileKeys;
+    const KeyRange all = seen_by_rows(p_, item, first_row, last_row).all;
+    whole_first_ = (max(item.lo, all.lo) + kTileKeys - 1) / kTileKeys, whole_end_ = max(0, min(item.hi, all.hi)) / kTileKeys;
     if constexpr (kCustomMask) prefetch_mask(p_, item, item_row(), tile_);
   }
   DEVICE bool at_first_tile() const { return tile_ == tiles_of(item()).first; }
@@ -165,6 +164,8 @@ class Consumer {
     if constexpr (!kPlainLogits) modify(rows, s);
     if constexpr (edge && kCustomMask) {
       hide_masked(p_, item(), item_row(), tile_, s);
+    } else if constexpr (edge && kTree) {
+      hide_in_tree(p_, item(), item_row(), begin, s);
     } else if constexpr (edge) {
       if constexpr (!kPlainLogits) set_seen(rows, p_, item(), item_row());  // not kept meanwhile
       hide(begin, rows, s);

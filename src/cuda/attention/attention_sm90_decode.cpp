@@ -39,6 +39,7 @@ int attention_sm90_decode_width(const AttentionSpec& spec, int dims) {
 
 std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch, const AttentionSpec& spec, int rows) {
   if (!runs(arch, spec) || rows > 32 || spec.group_size() > rows) return std::nullopt;
+  if (spec.mask.tree && rows > 16 && std::max(spec.head_dim_qk, spec.head_dim_v) > 128) return std::nullopt;  // for lack of registers
   // The shared memory of the kernel: stages of keys and values; queries, weights, and small arrays.
   const int keys = tile_keys(spec), q_slots = rows > 16 && std::max(spec.head_dim_qk, spec.head_dim_v) > 128 ? 2 : 1;
   const int stage = keys * (bytes_of_row(spec, spec.head_dim_qk) + bytes_of_row(spec, spec.head_dim_v));

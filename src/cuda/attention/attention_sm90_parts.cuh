@@ -29,7 +29,7 @@ struct Rows {         // what a thread knows of its two rows
 DEVICE void set_seen(Rows& rows, const AttentionParams& p, const Item& item, int row) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const KeyRange seen = visible_keys(p, item.position_of(min(row + 8 * h, item.num_rows - 1)));
+    const KeyRange seen = seen_by(p, item, min(row + 8 * h, item.num_rows - 1));
     rows.seen[h] = {max(seen.lo, item.lo), min(seen.hi, item.hi)};
   }
 }
@@ -63,6 +63,26 @@ DEVICE void hide(int begin, const Rows& rows, S& s) {
     each_of_row(s, h, [=](float& x, int key) {
       if (key >= hi || (kWindow && key < lo)) x = -infinity();
     });
+  }
+}
+
+// Hides from rows `row` and `row` + 8 of a tree of drafts what they do not see. All that says it is read and computed here, since few tiles
+// need it, and registers are few in all of them.
+template <class S>
+DEVICE void hide_in_tree(const AttentionParams& p, const Item& item, int row, int begin, S& s) {
+  constexpr int kWords = (kTileKeys + 63) / 64;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const u64 word = item.word_of(p, row + 8 * h);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int first = begin + first_column() + 64 * i;  // the numbers of further keys are constants
+      u64 seen = item.first_bit == kFar ? low_bits(item.own_key(row + 8 * h) + 1 - first) : word_from(word, first - item.first_bit);
+      if constexpr (kWindow) seen &= ~low_bits(item.first_seen(p, row + 8 * h) - first);
+      each_of_row(s, h, [=](float& x, int key) {
+        if (key / 64 == i && (seen >> key % 64 & 1) == 0) x = -infinity();
+      });
+    }
   }
 }
 

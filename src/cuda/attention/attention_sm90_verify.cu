@@ -130,7 +130,11 @@ class Consumer {
   template <bool edge>
   DEVICE bool softmax(const Rows& rows, int tile, Scores& s, Sums& sums, float (&factor)[2]) const {
     if constexpr (!kPlainLogits) modify(rows, s);
-    if constexpr (edge) hide(tile * kTileKeys, rows, s);
+    if constexpr (edge && kTree) {
+      hide_in_tree(p_, shared_.item[item_slot().at], first_row() + matrix_row(), tile * kTileKeys, s);
+    } else if constexpr (edge) {
+      hide(tile * kTileKeys, rows, s);
+    }
     return weigh(p_, tile * kTileKeys, rows, s, sums.reference, sums.sum, factor, kSlack, kFresh);
   }
 
@@ -151,9 +155,15 @@ class Consumer {
     set_rows(rows, p_, item, first_row() + matrix_row(), p_.scale * kv_scale(p_.k, item.kv_head));
     const int begin = first_row(), last_row = min(begin + kTeamRows, item.num_rows) - 1;
     // Tiles of which every row sees every key.
-    const int whole_first = (max(item.lo, visible_keys(p_, item.position_of(last_row)).lo) + kTileKeys - 1) / kTileKeys;
-    const int whole_end = max(0, min(item.hi, visible_keys(p_, item.position_of(begin)).hi)) / kTileKeys;
-    const auto is_whole = [&](int tile) { return (!kWindow || tile >= whole_first) && tile < whole_end; };
+    const KeyRange all = seen_by_rows(p_, item, begin, last_row).all;
+    const int whole_first = (max(item.lo, all.lo) + kTileKeys - 1) / kTileKeys, whole_end = max(0, min(item.hi, all.hi)) / kTileKeys;
+    const auto is_whole = [&](int tile) {
+      if constexpr (kTree) {  // read anew, since registers are short
+        const KeyRange now = seen_by_rows(p_, item, computed_here(begin), 0).all;
+        return tile * kTileKeys >= max(item.lo, now.lo) && (tile + 1) * kTileKeys <= min(item.hi, now.hi);
+      }
+      return (!kWindow || tile >= whole_first) && tile < whole_end;
+    };
 
     Sums piece, node;  // of the tree of pieces, one that is not complete
     piece.clear(0.f), node.clear(kNoSum);

@@ -37,7 +37,7 @@ constexpr int kValueStages = 3;  // attention_sm90_verify.cu has other numbers o
 constexpr int kType = 2, kWidth = 3;  // ElementType; tokens of a sum
 constexpr bool kHasBias = false;
 constexpr bool kGated = true, kSilu = false;  // forms of a layer
-constexpr bool kTree = false;                 // of this, recurrent.cu and recurrent_narrow.cu: drafts may be a tree
+constexpr bool kTree = false;                 // of this, recurrent.cu, recurrent_narrow.cu and attention: drafts may be a tree
 
 // Those of cuda/recurrent (cuda/recurrent/recurrent.cpp), besides kType, kDimK and kDimV
 constexpr int kStateType = 0;       // ElementType

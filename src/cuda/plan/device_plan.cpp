@@ -20,7 +20,8 @@ constexpr int kLeastThreads = 128;
 // In the order of BatchRule.
 std::vector<gpu::Rule> rules_of(const PlanLimits& limits) {
   const std::array own{gpu::Rule{"batch.keys.room", "blocks, or rows, for all keys"},
-                       gpu::Rule{"batch.custom_mask.size", "rows of the custom mask for all query tokens"}};
+                       gpu::Rule{"batch.custom_mask.size", "rows of the custom mask for all query tokens"},
+                       gpu::Rule{"batch.draft_parents.range", "parents in front of their tokens, and a chain of more than 64 of these"}};
   static_assert(gpu::kNumLengthRules + std::tuple_size_v<decltype(own)> == kNumBatchRules);
   return gpu::rules_of_lengths(limits, own);
 }
@@ -58,6 +59,10 @@ PlanBatchParams DevicePlan::params(const DeviceBatch& batch) const {
   p.max_seq_len = limits_.max_seq_len;
   p.num_kv_heads = spec_.num_kv_heads;
   p.positions_from = batch.positions.as<const int>();
+  if (spec_.mask.tree) {
+    p.parents_from = batch.draft_parents.as<const int>();
+    if (p.parents_from != nullptr) p.num_drafts_from = batch.num_drafts.as<const int>();
+  }
   p.most_position = kMostPosition;
   p.queries_are_keys = spec_.kind != AttentionKind::encoder_decoder;
   p.item_start = item_start_.as<int>();
@@ -83,7 +88,8 @@ void Plan::update_on_device(const DeviceBatch& batch, Stream stream) {
   p.seq_lens = m.device(arrays_.seq_lens);
   p.block_start = m.device(arrays_.block_start);
   p.custom_start = spec_.mask.custom ? m.device(arrays_.custom_start) : nullptr;
-  p.positions = spec_.mask.positions ? m.device(arrays_.positions) : nullptr;
+  p.positions = spec_.mask.positions || spec_.mask.tree ? m.device(arrays_.positions) : nullptr;
+  if (spec_.mask.tree) p.tree_seen = m.device(arrays_.tree_seen), p.tree_first = m.device(arrays_.tree_first);
   static_assert(kPlanRegimes == kNumRegimes);
   for (const Regime regime : kRegimes) {
     const RegimePlan& s = regimes_[regime];

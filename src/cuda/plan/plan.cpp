@@ -186,7 +186,9 @@ void Plan::lay_out() {
     s.shared_tokens = layout.add<SharedToken>(shares ? partial_rows_ : 0);
     s.merge_parts = layout.add<int>(shares ? s.bounds.num_work : 0);
   }
-  arrays_.positions = layout.add<int>(spec_.mask.positions ? tokens : 0);
+  arrays_.positions = layout.add<int>(spec_.mask.positions || spec_.mask.tree ? tokens : 0);
+  arrays_.tree_first = layout.add<int>(spec_.mask.tree ? tokens : 0);
+  arrays_.tree_seen = layout.add<unsigned long>(spec_.mask.tree ? tokens : 0);
   arrays_.slots = layout.add<long>(spec_.block_size > 0 ? tokens : 0);
   arrays_.block_ids = layout.add<int>(std::min(blocks, kMaxHostBlocks));
   arrays_.custom_mask = layout.add<unsigned char>(std::min(mask, kMaxHostMask));

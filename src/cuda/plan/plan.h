@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "attention/draft_tree.h"
 #include "attention/key_source.h"
 #include "attention/plan_checks.h"
 #include "attention/shared_keys.h"
@@ -98,9 +99,10 @@ class Plan final : public StepPlan {
     int num_reqs = 0;
   };
   struct Arrays {
-    ArrayOf<int> query_start, seq_lens, positions, block_ids, flat_first_keys, flat_requests;
+    ArrayOf<int> query_start, seq_lens, positions, tree_first, block_ids, flat_first_keys, flat_requests;
     ArrayOf<long> block_start, custom_start, flat_start, slots;
     ArrayOf<unsigned char> custom_mask;
+    ArrayOf<unsigned long> tree_seen;
     ArrayOf<FlatCounts> flat_counts;
   };
 
@@ -117,6 +119,7 @@ class Plan final : public StepPlan {
   void check_captured_cache(const BatchReach&) const;
   void share(const Batch&, Step&, int& rows);
   void put_lists(const Batch&, const Step&);
+  void put_trees(const Batch&);
   void put_key_starts(const Batch&, const Step&);
   void put_block_ids(const Batch&, const Step&);
   void widen_key_starts(const Step&, CUstream) const;
@@ -143,6 +146,7 @@ class Plan final : public StepPlan {
   std::unique_ptr<FlatKv> flat_;  // null: no need
   Arrays arrays_;
   std::unique_ptr<PlanArrays> memory_;
+  std::vector<TreeNode> nodes_;               // of a batch, while an update puts them down
   DeviceBuffer counters_;                     // a task of each regime, then arrivals
   int mask_words_ = 0, seen_tile_words_ = 0;  // as in AttentionParams
   int64_t partial_rows_ = 0;                  // the most that a batch within the limits has

@@ -111,10 +111,65 @@ DEVICE void take_requests(const PlanBatchParams& p, SharedStorage& s) {
 
 // Likewise. Requests that are left out, and tokens behind the last one, have positions that nobody reads.
 DEVICE void take_positions(const PlanBatchParams& p, const SharedStorage& s) {
-  if (p.positions == nullptr || p.num_reqs == 0 || s.starts_fall != 0) return;
+  if (p.positions_from == nullptr || p.num_reqs == 0 || s.starts_fall != 0) return;
   const int tokens = min(p.query_start[p.num_reqs], p.max_tokens);
   for (int token = int(threadIdx.x); token < tokens; token += num_threads())
     p.positions[token] = max(0, min(p.positions_from[token], p.most_position));
+  __syncthreads();
+}
+
+// The last of `count` rising starts that is not behind `x`.
+DEVICE int last_start(const int* starts, int count, int x) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (starts[middle] <= x) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Of trees of drafts: what each token sees of the others, and where it stands. A request whose parents are no tree is left out.
+DEVICE void take_trees(const PlanBatchParams& p, const SharedStorage& s) {
+  if (p.tree_seen == nullptr || p.num_reqs == 0 || s.starts_fall != 0) return;
+  const CutRules& rules = p.regimes[0].rules;  // windows and chunks are those of every regime
+  const int tokens = min(p.query_start[p.num_reqs], p.max_tokens);
+  for (int token = int(threadIdx.x); token < tokens; token += num_threads()) {
+    const int r = last_start(p.query_start, p.num_reqs, token), begin = p.query_start[r], q_len = p.query_start[r + 1] - begin;
+    const int own = token - begin, context = p.seq_lens[r] - q_len;
+    if (own >= q_len || context < 0) continue;  // left out
+    const int drafts = p.num_drafts_from == nullptr ? q_len : p.num_drafts_from[r];
+    const auto parent_of = [&](int t) { return p.parents_from == nullptr || t < q_len - drafts ? t - 1 : p.parents_from[begin + t]; };
+    const int parent = parent_of(own);
+    const bool chained = q_len > kMostTreeTokens;
+    if (drafts < 0 || drafts > q_len || parent < -1 || parent >= own || (chained && parent != own - 1)) {
+      atomicMax(p.broken + kParentsFit, r + 1);
+      p.seq_lens[r] = -1;
+      continue;
+    }
+    int depth = own;
+    u64 seen = 0;
+    const auto first_at = [&](int position) { return visible_keys(rules, position, position, kAnyNumber).begin; };
+    if (!chained) {
+      // Another token's parent may be wrong: then the walk ends there.
+      const auto above = [&](int t) {
+        const int next = parent_of(t);
+        return next < t ? next : -1;
+      };
+      depth = 0;
+      for (int t = above(own); t >= 0; t = above(t)) ++depth;
+      int place = context + depth;
+      const int first = first_at(place);
+      for (int t = own; t >= 0; t = above(t), --place)
+        if (place >= first) seen |= u64(1) << t;
+    }
+    p.positions[token] = context + depth;
+    p.tree_first[token] = first_at(context + depth);
+    p.tree_seen[token] = seen;
+  }
   __syncthreads();
 }
 
@@ -122,6 +177,8 @@ DEVICE void take_positions(const PlanBatchParams& p, const SharedStorage& s) {
 
 // Positions of query tokens [t0, t1) of a request whose first one is token `begin` of the batch.
 DEVICE PositionRange positions_of(const PlanBatchParams& p, int begin, int q_len, int seq_len, int t0, int t1) {
+  if (p.tree_seen != nullptr)  // windows and chunks begin by the least position; behind the last token's own key it sees none
+    return {given_positions(p.positions + begin + t0, t1 - t0).first, seq_len - q_len + t1 - 1};
   return p.positions == nullptr ? usual_positions(q_len, seq_len, t0, t1) : given_positions(p.positions + begin + t0, t1 - t0);
 }
 
@@ -169,18 +226,7 @@ DEVICE Placed place_items(const PlanBatchParams& p, const RegimeLists& regime, S
 }
 
 // The request whose item this is: the last that begins with it or before, since requests without items begin where the next one does.
-DEVICE int request_of(const int* item_start, int num_reqs, int item) {
-  int low = 0, high = num_reqs;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (item_start[middle] <= item) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
+DEVICE int request_of(const int* item_start, int num_reqs, int item) { return last_start(item_start, num_reqs, item); }
 
 // Writes items and merges, and counts the splits of each bucket. Partial rows begin with first_row, which moves on; returns the number of
 // merges.
@@ -308,6 +354,7 @@ extern "C" __global__ void __launch_bounds__(kMostPlanThreads) plan_batch(const 
   griddep_wait();
   take_requests(p, s);
   take_positions(p, s);
+  take_trees(p, s);
   int first_row = 0;
 #pragma unroll 1
   for (int regime = 0; regime < kPlanRegimes; ++regime) {

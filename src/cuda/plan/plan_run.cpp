@@ -67,7 +67,8 @@ AttentionParams Plan::params(const AttentionInputs& in, const KvCache& kv, const
     a.mask_words = mask_words_, a.seen_tile_words = seen_tile_words_;
     a.least_masked_q = regimes_[kPrefill].policy.min_q;
   }
-  if (spec_.mask.positions) a.positions = m.device(arrays_.positions);
+  if (spec_.mask.positions || spec_.mask.tree) a.positions = m.device(arrays_.positions);
+  if (spec_.mask.tree) a.tree_seen = m.device(arrays_.tree_seen), a.tree_first = m.device(arrays_.tree_first);
   a.num_kv_heads = a.kv_heads_now = spec_.num_kv_heads;
   const Fp8Scales q_scale = fp8_scales(in.q_scale, device_.device);
   a.q_scales = q_scale.device;

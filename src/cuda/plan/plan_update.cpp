@@ -193,6 +193,7 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
     write_shared_tokens(details, m.put(regimes_[regime].shared_tokens, details.merge_of.size()));
     std::ranges::copy(details.parts, m.put(regimes_[regime].merge_parts, details.parts.size()));
   }
+  put_trees(batch);
   if (spec_.mask.positions) std::copy_n(batch.positions.data(), step.num_tokens, m.put(arrays_.positions, size_t(step.num_tokens)));
   if (!batch.slot_mapping.empty() && on_host(batch.slot_mapping))
     std::copy_n(batch.slot_mapping.as<const long>(), step.num_tokens, m.put(arrays_.slots, size_t(step.num_tokens)));
@@ -201,6 +202,15 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
     const size_t bytes = size_t(batch.custom_mask.size(0));
     std::copy_n(batch.custom_mask.as<const unsigned char>(), bytes, m.put(arrays_.custom_mask, bytes));
   }
+}
+
+// What each token of a tree of drafts sees of the others, and where it stands.
+void Plan::put_trees(const Batch& batch) {
+  if (!spec_.mask.tree) return;
+  find_nodes(batch, spec_.mask, nodes_);
+  std::ranges::transform(nodes_, memory_->put(arrays_.positions, nodes_.size()), &TreeNode::position);
+  std::ranges::transform(nodes_, memory_->put(arrays_.tree_first, nodes_.size()), &TreeNode::first);
+  std::ranges::transform(nodes_, memory_->put(arrays_.tree_seen, nodes_.size()), &TreeNode::seen);
 }
 
 void Plan::commit(Stream stream) {

@@ -113,7 +113,42 @@ TEST_F(DevicePlans, RefuseWhatTheHostSees) {
   EXPECT_EQ(code_with(on_host(positions)), "update.device");
 }
 
+TEST_F(DevicePlans, RefuseParentsThatTheHostSees) {
+  const TensorView parents = upload<int32_t>({-1, -1, -1, 0, 0}, DType::i32, {5}), drafts = upload<int32_t>({2, 0, 1}, DType::i32, {3});
+  const auto code_with = [&](TensorView given, TensorView counts) {
+    DeviceBatch b = batch;
+    b.draft_parents = given, b.num_drafts = counts;
+    return error_code([&] { plan_for()->update_on_device(b); });
+  };
+  EXPECT_EQ(code_with(parents, {}), "batch.draft_parents.unexpected");
+  spec.mask.tree = true;
+  EXPECT_EQ(code_with({}, {}), kFine);
+  EXPECT_EQ(code_with(parents, {}), kFine);
+  EXPECT_EQ(code_with(parents, drafts), kFine);
+  EXPECT_EQ(code_with(parents.slice(0, 0, 4), {}), "batch.draft_parents.size");
+  EXPECT_EQ(code_with(upload<int64_t>({-1, -1, -1, 0, 0}, DType::i64, {5}), {}), "batch.draft_parents.size");
+  EXPECT_EQ(code_with(on_host(parents), {}), "update.device");
+  EXPECT_EQ(code_with(parents, drafts.slice(0, 0, 2)), "batch.draft_parents.num_drafts");
+  EXPECT_EQ(code_with(parents, on_host(drafts)), "update.device");
+}
+
 // All logits are 0: a row's LSE is the logarithm of the number of keys that it sees.
+TEST_F(DevicePlans, TakeTrees) {
+  spec.mask.tree = true;
+  batch.draft_parents = upload<int32_t>({-1, -1, -1, 0, 0}, DType::i32, {5});
+  for (const bool siblings : {true, false}) {
+    if (!siblings) batch.num_drafts = upload<int32_t>({0, 0, 1}, DType::i32, {3});
+    out.lse = floats({5, 4});
+    const auto plan = plan_for();
+    plan->update_on_device(batch);
+    plan->run(in, out);
+    std::vector<float> lse(12);
+    copy_to_host(lse.data(), kept.back().address(), lse.size() * sizeof(float), nullptr);
+    const float seen[] = {19.f, siblings ? 19.f : 20.f, 70.f};
+    for (size_t i = 0; i < lse.size(); ++i) EXPECT_FLOAT_EQ(lse[i], std::log(seen[i / 4])) << i;
+  }
+}
+
 TEST_F(DevicePlans, TakePositionsIntoTheirRange) {
   spec.mask.positions = true;
   batch.positions = upload<int32_t>({11, -5, INT32_MAX, 0, 0}, DType::i32, {5});

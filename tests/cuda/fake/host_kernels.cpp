@@ -50,13 +50,22 @@ std::vector<double> load_row(const char* row, DType type, long stride, int dim) 
   return values;
 }
 
+// Of key j of a request: that of a tree's token is the token's.
+int key_position(const AttentionParams& p, int request, int j) {
+  const int first = p.query_start[request], context = p.seq_lens[request] - (p.query_start[request + 1] - first);
+  return spec.mask.tree && j >= context ? p.positions[first + j - context] : j;
+}
+
 bool sees(const AttentionParams& p, int request, int query, int position, int j) {
   const Mask mask{.causal = spec.mask.causal,
                   .window_left = p.window_left,
                   .window_right = p.window_right,
                   .chunk = p.chunk,
                   .chunk_lookback = p.chunk > 0 ? p.chunk_before / p.chunk : 0};
-  if (!mask_allows(mask, position, j)) return false;
+  if (!mask_allows(mask, position, key_position(p, request, j))) return false;
+  const int q_len = p.query_start[request + 1] - p.query_start[request], context = p.seq_lens[request] - q_len;
+  if (spec.mask.tree && q_len <= kMostTreeTokens && j >= context)
+    return (p.tree_seen[p.query_start[request] + query] >> (j - context) & 1) != 0;
   return !spec.mask.custom || p.custom_mask[p.custom_start[request] + long(query) * p.seq_lens[request] + j] != 0;
 }
 
@@ -138,7 +147,7 @@ int request_of(const AttentionParams& p, int token) {
 void attend_row(const AttentionParams& p, const CacheTypes& types, DType out_type, const WorkItem& item, int i, int kv_head, int head,
                 Loaded& loaded) {
   const int token = token_of(p, item, i), r = is_shared(item) ? request_of(p, token) : item.table, query = token - p.query_start[r];
-  if ((p.positions != nullptr) != spec.mask.positions) std::abort();
+  if ((p.positions != nullptr) != (spec.mask.positions || spec.mask.tree) || (p.tree_seen != nullptr) != spec.mask.tree) std::abort();
   const int position = p.positions ? p.positions[token] : p.seq_lens[r] - (p.query_start[r + 1] - p.query_start[r]) + query;
   const double k_scale = scale_of(p.k, kv_head) * (p.q_scales ? double(p.q_scales[kv_head * p.q_scale_stride]) : 1.);
   const bool apart = spec.kv_format == KvFormat::latent_rope;  // what `v` says is then of k_rope
@@ -156,7 +165,7 @@ void attend_row(const AttentionParams& p, const CacheTypes& types, DType out_typ
       load_key(p, types, item.table, kv_head, j, key, value);
     }
     const double dot = std::inner_product(q.begin(), q.end(), key.begin(), 0.);
-    s.add(logit(p, dot * k_scale, head, j - position), 1, value.data());
+    s.add(logit(p, dot * k_scale, head, key_position(p, r, j) - position), 1, value.data());
   }
   for (double& x : s.values) x *= v_scale;
   if (item.partial < 0) return finish(p, out_type, token, head, s);

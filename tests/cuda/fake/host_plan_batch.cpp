@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "cuda/tree_arrays.h"
 #include "imbrex/schedule.h"
 
 namespace imbrex::cuda::fake {
@@ -46,9 +47,17 @@ void plan_batch(const PlanBatchParams& p, const Mask& mask) {
     custom += long(batch.query_len(r)) * batch.seq_lens[r];
   }
   if (custom > p.mask_bytes && p.custom_start) std::abort();
-  for (int token = 0; p.positions && token < batch.num_tokens(); ++token)
+  for (int token = 0; p.positions_from && token < batch.num_tokens(); ++token)
     p.positions[token] = std::clamp(p.positions_from[token], 0, p.most_position);
-  if (p.positions) batch.positions = {p.positions, size_t(batch.num_tokens())};
+  if (p.positions && !mask.tree) batch.positions = {p.positions, size_t(batch.num_tokens())};
+  if (p.parents_from) batch.draft_parents = {p.parents_from, size_t(batch.num_tokens())};
+  if (p.num_drafts_from) batch.num_drafts = {p.num_drafts_from, size_t(p.num_reqs)};
+  if (p.tree_seen) {
+    const TreeArrays arrays(batch, mask);
+    std::ranges::copy(arrays.positions, p.positions);
+    std::ranges::copy(arrays.first, p.tree_first);
+    std::ranges::copy(arrays.seen, p.tree_seen);
+  }
   int rows = 0;
   for (const RegimeLists& regime : p.regimes) {
     SchedulePolicy policy = policy_of(regime.rules);

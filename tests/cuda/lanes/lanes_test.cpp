@@ -22,6 +22,7 @@
 #include "cuda/lanes/library.h"
 #include "cuda/lanes/variants.h"
 #include "cuda/plan/shared_items.h"
+#include "cuda/tree_arrays.h"
 #include "imbrex/schedule.h"
 
 namespace imbrex::test {
@@ -90,8 +91,8 @@ class LanesPlan final : public AttentionPlan {
       p.k = side(kv.k, kv.k_scale), p.v = side(kv.v, kv.v_scale);
     p.query_start = query_start_.data(), p.seq_lens = seq_lens_.data();
     p.block_ids = batch_.block_table.as<const int>(), p.block_start = block_start_.data();
-    p.positions = positions_.data();
-    p.custom_mask = batch_.custom_mask.as<const unsigned char>(), p.custom_start = custom_start_.data();
+    p.custom_mask = batch_.custom_mask.as<const unsigned char>(), p.custom_start = custom_start_.data(), p.positions = positions_.data();
+    const cuda::TreeArrays trees(batch_, spec_.mask, p);
     const cuda::PlanCounts counts{int(schedule_.work.size()), int(schedule_.merges.size()), batch_.num_tokens(), batch_.num_reqs(),
                                   how_.heads_together};
     std::vector<WorkItem> work(schedule_.work.size());

@@ -93,6 +93,7 @@ inline u32 __ballot_sync(u32, bool x) {
   });
 }
 inline int __popc(u32 x) { return std::popcount(x); }
+inline int __popcll(u64 x) { return std::popcount(x); }
 inline int lowest_bit(u32 x) { return std::countr_zero(x); }
 inline int highest_bit(u32 x) { return 31 - std::countl_zero(x); }
 // Four neighbouring lanes have a row of a 4 x 4 matrix each; then, a column each.

@@ -350,6 +350,28 @@ inline std::vector<Variant> variants() {
   Case& branches = add("positions_tree", "sm_120", gpu::kPrefill, 1, spec(DType::f32, DType::f32, 64, 64, 1, 0));
   branches.spec.mask = {.causal = false, .window_right = 0, .custom = true, .positions = true};
   branches.positions = PositionPattern::tree, branches.custom = CustomPattern::tree;
+  // Trees of drafts: with several and with one tile of rows a request, at borders of tiles, beside chains.
+  const std::vector<CaseRequest> drafts{{8, 140, 0}, {1, 300, 1}, {7, 71, 2}, {0, 0, 3}, {16, 16, 4}, {5, 193, 5}};
+  const auto as_tree = [&](Case& c, TreePattern pattern) -> Case& {
+    c.requests = drafts, c.spec.mask.tree = true, c.tree = pattern;
+    return c;
+  };
+  Case& nodes = as_tree(add("nodes", "sm_90a", gpu::kDecode, 32, spec(DType::bf16, DType::bf16, 64, 64, 4, 16)), TreePattern::random);
+  nodes.spec.mask.window_left = 3, nodes.spec.score.alibi = true;
+  as_tree(add("nodes_prefill", "sm_80", gpu::kPrefill, 1, spec(DType::bf16, DType::bf16, 128, 128, 2, 1)), TreePattern::binary).requests = {
+      {64, 200, 0}, {70, 90, 1}, {33, 40, 2}};
+  Case& far_nodes =
+      as_tree(add("nodes_exact", "sm_120", gpu::kPrefill, 1, spec(DType::f32, DType::f32, 64, 64, 1, 0)), TreePattern::random);
+  far_nodes.spec.mask.chunk = 9, far_nodes.spec.score.relative_buckets = 32, far_nodes.spec.score.relative_max_distance = 64;
+  as_tree(add_decode("nodes_tma", 32, spec(DType::bf16, DType::bf16, 128, 128, 4, 16)), TreePattern::forest).spec.score.sinks = true;
+  as_tree(add_verify("nodes_verify", spec(DType::bf16, DType::bf16, 128, 128, 4, 16), {}), TreePattern::random).requests = {
+      {16, 300, 0}, {3, 1300, 1}, {0, 0, 2}, {64, 700, 3}, {1, 1, 5}, {8, 64, 6}};
+  Case& node_rows = as_tree(add_verify("nodes_verify_rows", spec(DType::f16, DType::fp8_e4m3, 64, 64, 12, 1), {}), TreePattern::random);
+  node_rows.spec.mask.window_left = 5, node_rows.spec.score.sinks = true;
+  as_tree(add_wgmma("nodes_turns", spec(DType::bf16, DType::bf16, 128, 128, 2, 16), {}), TreePattern::binary).requests = {
+      {64, 300, 0}, {3, 130, 1}, {140, 400, 2}, {0, 0, 3}, {33, 33, 5}};
+  as_tree(add_decode("nodes_tma_bytes", 16, spec(DType::bf16, DType::fp8_e4m3, 64, 64, 2, 64)), TreePattern::random).spec.mask.window_left =
+      40;
   branches.spec.score.relative_buckets = 32, branches.spec.score.relative_max_distance = 64;
   // Rows in two places: bytes whose parts have a scale each, with queries of 16 bits and of bytes; converted, at any strides; values that
   // the tile of keys does not have. Records, as 16 bits and in planes.
