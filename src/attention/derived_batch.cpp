@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "attention/draft_tree.h"
 #include "attention/token_rows.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
@@ -303,11 +304,15 @@ class Part {
       for_tokens([&](int t) { memory_->draft_parents.push_back(whole_.draft_parents[size_t(t)]); });
     const bool own = !memory_->draft_parents.empty();
     List parents(whole_.draft_parents.empty() || own ? memory_->draft_parents : tokens_of(whole_.draft_parents), memory_->draft_parents);
-    for (int r = first_; r < last_ && !whole_.state_slots.empty(); ++r) {
+    const bool is_any = !whole_.state_slots.empty() || !whole_.draft_parents.empty();
+    const bool all_are_drafts = whole_.num_drafts.empty() && !whole_.draft_parents.empty();  // of Mask::tree
+    for (int r = first_; r < last_ && is_any; ++r) {
       const Kept& k = kept(r);
       const int skipped = k.begin - begin_of(r), dropped = end_of(r) - k.end, q_len = end_of(r) - begin_of(r);
       if (k.count == 0 || k.count == q_len) continue;
       const size_t i = size_t(r - first_);
+      check(!all_are_drafts || is_chain(whole_, r), "batch.part.drafts",
+            "expected all {} tokens of request {}, which are a tree, or none, got {}", q_len, r, k.count);
       const int last_drafts = drafts.view().empty() ? 0 : drafts[i];
       check(last_drafts >= 0 && last_drafts <= q_len, "batch.state.num_drafts", "expected 0 to {} drafts of request {}, got {}", q_len, r,
             last_drafts);
@@ -317,10 +322,11 @@ class Part {
       if (dropped > 0 && last_drafts > 0) drafts.set(i, 0);
       if (skipped == 0) continue;
       if (!accepted.view().empty()) accepted.set(i, 0);
-      if (!sources.view().empty()) sources.set(i, part_.state_slots[i]);
-      if (parents.view().empty() || dropped > 0) continue;
+      if (!sources.view().empty() && !part_.state_slots.empty()) sources.set(i, part_.state_slots[i]);
+      if (parents.view().empty() || (dropped > 0 && !all_are_drafts)) continue;
       const size_t end = size_t(part_.query_start_loc[i + 1]);
-      for (size_t t = end - size_t(last_drafts); t < end; ++t) parents.set(t, int32_t(int64_t(parents[t]) - skipped));
+      for (size_t t = end - size_t(all_are_drafts ? k.count : last_drafts); t < end; ++t)
+        parents.set(t, int32_t(int64_t(parents[t]) - skipped));
     }
     part_.num_drafts = drafts.view();
     part_.accepted_drafts = accepted.view();

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention/draft_tree.h"
 #include "batch_kinds.h"
 #include "batch_meaning.h"
 #include "expect_error.h"
@@ -53,6 +54,58 @@ TEST(SplitBatch, PartsSayWhatTheWholeSays) {
       EXPECT_EQ(requests, step.batch.num_reqs()) << "no request is lost, those without tokens neither";
     }
   }
+}
+
+// Which keys each token sees under Mask::tree, and from where.
+std::vector<std::string> seen_in_trees(const Batch& batch, const Mask& mask) {
+  std::vector<std::string> texts;
+  std::vector<TreeNode> nodes;
+  for (int r = 0; r < batch.num_reqs(); ++r) {
+    find_nodes(batch, mask, r, nodes);
+    for (const TreeNode& node : nodes) {
+      std::string text =
+          "request of key " + std::to_string(batch.kv_start_loc.as<const int32_t>()[r]) + " at " + std::to_string(node.position) + ":";
+      const int context = batch.context_len(r);
+      for (int j = 0; j < context + int(nodes.size()); ++j)
+        if (j < context || (node.seen >> (j - context) & 1) != 0) text += " " + std::to_string(j);
+      texts.push_back(text);
+    }
+  }
+  return texts;
+}
+
+// A request that is a tree stays whole; one that is a chain is cut as any other, and follows the keys in front of it.
+TEST(SplitBatch, TreesStayWhole) {
+  Kind kind = kinds().back();
+  ASSERT_EQ(kind.tables, 2);
+  kind.spec.mask = {.tree = true};
+  KindStep step(kind);
+  const Ints parents{-1, 0, 1, /**/ -1, /**/ -1, 0, 0, 1, 1, /**/ -1, 0, 1, 2, 3, 4, /**/ -1, -1, 0, 1};
+  step.batch.draft_parents = parents;
+  const auto expected = seen_in_trees(step.batch, kind.spec.mask);
+  ASSERT_EQ(expected.size(), parents.size());
+  int whole = 0;
+  for (int cut = 0; cut <= int(parents.size()); ++cut) {
+    const bool in_a_tree = (cut > 4 && cut < 9) || (cut > 15 && cut < 19);
+    const auto split = [&] { return split_batch(step.batch, part_keys(kind.spec), cut); };
+    if (in_a_tree) {
+      EXPECT_EQ(error_code(split), "batch.part.drafts") << cut;
+      continue;
+    }
+    std::vector<std::string> said;
+    for (const DerivedBatch& part : split()) {
+      validate(part.batch, kind.spec, {}, -1);
+      append(said, seen_in_trees(part.batch, kind.spec.mask));
+    }
+    EXPECT_EQ(said, expected) << "cut at " << cut;
+    ++whole;
+  }
+  EXPECT_EQ(whole, 13);
+  const Ints kept{2, 3, 4, 5, 6, 7, 8, 14}, in_a_tree{4, 5};
+  const auto rest = seen_in_trees(keep_tokens(step.batch, part_keys(kind.spec), kept).batch, kind.spec.mask);
+  ASSERT_EQ(rest.size(), kept.size());
+  for (size_t i = 0; i < kept.size(); ++i) EXPECT_EQ(rest[i], expected[size_t(kept[i])]);
+  EXPECT_EQ(error_code([&] { keep_tokens(step.batch, part_keys(kind.spec), in_a_tree); }), "batch.part.drafts");
 }
 
 TEST(SplitBatch, PositionsAreMadeWhereTheBatchHasNone) {
