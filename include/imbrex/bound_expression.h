@@ -43,8 +43,8 @@ struct ExpressionRanges {
 };
 
 // What a mask shows of the places in some ranges.
-enum class Shown : uint8_t { never, sometimes, always };
-const char* to_string(Shown);
+enum class Visibility : uint8_t { never, sometimes, always };
+const char* to_string(Visibility);
 
 // Copies share what they are made of, and any number of threads may compute at a time.
 class BoundExpression {
@@ -68,7 +68,7 @@ class BoundExpression {
   // Of a bool expression, by interval arithmetic: `never` and `always` hold for every place in the ranges and every score; `sometimes` may
   // be said of places that all agree. It is exact for causality, windows, chunks, prefixes and documents whose numbers never fall. Error
   // expression.type.
-  Shown shown(const ExpressionRanges&) const;
+  Visibility shown(const ExpressionRanges&) const;
 
  private:
   struct Parts;

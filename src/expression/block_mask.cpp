@@ -21,17 +21,17 @@ class MaskedTiles {
     Box box = queries;
     box.kv = first * shape_.tile_kv;
     box.kv_end = std::min<int64_t>(end * shape_.tile_kv, shape_.kv_len);
-    Shown shown = by_intervals(box);
-    if (shown == Shown::sometimes && end - first > 1) {
+    Visibility shown = by_intervals(box);
+    if (shown == Visibility::sometimes && end - first > 1) {
       const int64_t middle = first + (end - first) / 2;
       add_tiles(queries, first, middle);
       add_tiles(queries, middle, end);
       return;
     }
-    if (shown == Shown::sometimes && !is_mixed(box)) shown = exact(box);
-    (shown == Shown::never ? out_.empty_tiles : shown == Shown::always ? out_.full_tiles : out_.partial_tiles) += end - first;
-    if (shown == Shown::never) return;
-    const int full = shown == Shown::always ? 1 : 0;
+    if (shown == Visibility::sometimes && !is_mixed(box)) shown = exact(box);
+    (shown == Visibility::never ? out_.empty_tiles : shown == Visibility::always ? out_.full_tiles : out_.partial_tiles) += end - first;
+    if (shown == Visibility::never) return;
+    const int full = shown == Visibility::always ? 1 : 0;
     if (int(out_.stretches.size()) > out_.first_stretch.back() && out_.stretches.back().end == box.kv &&
         out_.stretches.back().shown == full) {
       out_.stretches.back().end = int(box.kv_end);
@@ -43,7 +43,7 @@ class MaskedTiles {
  private:
   static constexpr int64_t kFewElements = 256;
 
-  Shown by_intervals(const Box& box) const {
+  Visibility by_intervals(const Box& box) const {
     const auto one = [](int value) { return IntRange{value, value}; };
     return mask_.shown({.batch = one(shape_.batch),
                         .head = one(shape_.head),
@@ -56,11 +56,11 @@ class MaskedTiles {
   // Whether the first row already has a seen and a hidden element, as in most tiles that are seen in part.
   bool is_mixed(Box box) {
     box.q_end = box.q + 1;
-    return by_elements(box) == Shown::sometimes;
+    return by_elements(box) == Visibility::sometimes;
   }
 
   // Of a box about which interval arithmetic has not said it.
-  Shown exact(const Box& box) {
+  Visibility exact(const Box& box) {
     const int64_t queries = box.q_end - box.q, keys = box.kv_end - box.kv;
     if (queries * keys <= kFewElements) return by_elements(box);
     Box parts[2] = {box, box};
@@ -69,16 +69,16 @@ class MaskedTiles {
     } else {
       parts[0].kv_end = parts[1].kv = box.kv + keys / 2;
     }
-    Shown shown[2];
+    Visibility shown[2];
     for (int i = 0; i < 2; ++i) {
       shown[i] = by_intervals(parts[i]);
-      if (shown[i] == Shown::sometimes) shown[i] = exact(parts[i]);
-      if (shown[i] == Shown::sometimes) return Shown::sometimes;
+      if (shown[i] == Visibility::sometimes) shown[i] = exact(parts[i]);
+      if (shown[i] == Visibility::sometimes) return Visibility::sometimes;
     }
-    return shown[0] == shown[1] ? shown[0] : Shown::sometimes;
+    return shown[0] == shown[1] ? shown[0] : Visibility::sometimes;
   }
 
-  Shown by_elements(const Box& box) {
+  Visibility by_elements(const Box& box) {
     bool any = false, all = true;
     row_.resize(size_t(box.kv_end - box.kv));
     for (int64_t q = box.q; q < box.q_end && !(any && !all); ++q) {
@@ -86,7 +86,7 @@ class MaskedTiles {
                      int(box.kv_end), row_.data());
       for (const uint8_t seen : row_) any = any || seen != 0, all = all && seen != 0;
     }
-    return all ? Shown::always : any ? Shown::sometimes : Shown::never;
+    return all ? Visibility::always : any ? Visibility::sometimes : Visibility::never;
   }
 
   const BoundExpression& mask_;

@@ -37,7 +37,9 @@ ExpressionTensorData bound_tensor(const ExpressionTensor& wanted, std::span<cons
 
 float ExpressionValue::real() const { return std::bit_cast<float>(bits); }
 
-const char* to_string(Shown shown) { return shown == Shown::never ? "never" : shown == Shown::always ? "always" : "sometimes"; }
+const char* to_string(Visibility shown) {
+  return shown == Visibility::never ? "never" : shown == Visibility::always ? "always" : "sometimes";
+}
 
 BoundExpression::BoundExpression(Expression expression, std::span<const NamedTensor> tensors, const ExpressionRanges& ranges) {
   check(!expression.empty(), "expression.empty", "an expression is needed, got an empty one");
@@ -116,11 +118,11 @@ std::vector<ValueRange> BoundExpression::Parts::ranges_of_nodes(const Expression
   return values;
 }
 
-Shown BoundExpression::shown(const ExpressionRanges& ranges) const {
+Visibility BoundExpression::shown(const ExpressionRanges& ranges) const {
   check(parts_->expression.type() == ExpressionType::boolean, "expression.type", "a mask is a bool expression, got {}",
         to_string(parts_->expression.type()));
   const ValueRange value = parts_->ranges_of_nodes(ranges, true).back();
-  return value.low > 0 ? Shown::always : value.high < 1 ? Shown::never : Shown::sometimes;
+  return value.low > 0 ? Visibility::always : value.high < 1 ? Visibility::never : Visibility::sometimes;
 }
 
 }  // namespace imbrex

@@ -34,14 +34,16 @@ int strength_of(ExpressionOp op) {
 }
 
 // The text of a value, how strongly it binds, and how deep its parentheses are.
-struct Piece {
+struct TextPiece {
   std::string text;
   int strength = kValue, nesting = 0;
 };
 
-Piece in_parentheses(const Piece& piece, bool needed) { return needed ? Piece{"(" + piece.text + ")", kValue, piece.nesting + 1} : piece; }
+TextPiece in_parentheses(const TextPiece& piece, bool needed) {
+  return needed ? TextPiece{"(" + piece.text + ")", kValue, piece.nesting + 1} : piece;
+}
 
-Piece constant_piece(const ExpressionNode& node) {
+TextPiece constant_piece(const ExpressionNode& node) {
   const ExpressionBits value{node.value};
   if (node.type == ExpressionType::boolean) return {value.boolean() ? "true" : "false"};
   if (node.type == ExpressionType::integer) return {fmt::format("{}", value.integer()), value.integer() < 0 ? kPrefix : kValue};
@@ -49,7 +51,7 @@ Piece constant_piece(const ExpressionNode& node) {
   if (std::isnan(x)) return {"nan"};
   std::string text = std::isinf(x) ? "inf" : fmt::format("{}", std::fabs(x));
   if (!std::isinf(x) && text.find_first_of(".e") == std::string::npos) text += ".0";
-  return std::signbit(x) ? Piece{"-" + text, kPrefix, std::isinf(x) ? 1 : 0} : Piece{text};
+  return std::signbit(x) ? TextPiece{"-" + text, kPrefix, std::isinf(x) ? 1 : 0} : TextPiece{text};
 }
 
 }  // namespace
@@ -62,7 +64,7 @@ std::string Expression::str() const {
     for (const int16_t arg : node.args)
       if (arg >= 0) ++uses[size_t(arg)];
 
-  std::vector<Piece> pieces;
+  std::vector<TextPiece> pieces;
   std::string text;
   int names = 0;
   const auto new_name = [&] {
@@ -75,19 +77,19 @@ std::string Expression::str() const {
   };
   for (size_t i = 0; i < list.size(); ++i) {
     const ExpressionNode& node = list[i];
-    const auto arg = [&](int n) -> const Piece& { return pieces[size_t(node.args[size_t(n)])]; };
-    Piece piece;
+    const auto arg = [&](int n) -> const TextPiece& { return pieces[size_t(node.args[size_t(n)])]; };
+    TextPiece piece;
     if (node.op == ExpressionOp::constant) {
       piece = constant_piece(node);
     } else if (node.op == ExpressionOp::variable) {
       piece = {to_string(ExpressionVariable(node.value))};
     } else if (const int strength = strength_of(node.op); strength != kWeakest) {
       // Operators of one strength stand together from the left; comparisons do not.
-      const Piece left = in_parentheses(arg(0), arg(0).strength < strength + (strength == strength_of(ExpressionOp::less) ? 1 : 0));
-      const Piece right = in_parentheses(arg(1), arg(1).strength <= strength);
+      const TextPiece left = in_parentheses(arg(0), arg(0).strength < strength + (strength == strength_of(ExpressionOp::less) ? 1 : 0));
+      const TextPiece right = in_parentheses(arg(1), arg(1).strength <= strength);
       piece = {fmt::format("{} {} {}", left.text, operation_name(node.op), right.text), strength, std::max(left.nesting, right.nesting)};
     } else if (node.op == ExpressionOp::negate || node.op == ExpressionOp::logical_not) {
-      const Piece operand = in_parentheses(arg(0), arg(0).strength < kPrefix);
+      const TextPiece operand = in_parentheses(arg(0), arg(0).strength < kPrefix);
       piece = {operation_name(node.op) + operand.text, kPrefix, operand.nesting + 1};
     } else {
       const bool index = node.op == ExpressionOp::tensor;

@@ -11,7 +11,7 @@ namespace imbrex::test {
 namespace {
 
 // By looking at every element.
-Shown brute_force(const BoundExpression& mask, ExpressionVariables at, IntRange q, IntRange kv) {
+Visibility brute_force(const BoundExpression& mask, ExpressionVariables at, IntRange q, IntRange kv) {
   bool any = false, all = true;
   for (at.q = q.first; at.q <= q.last; ++at.q) {
     for (at.kv = kv.first; at.kv <= kv.last; ++at.kv) {
@@ -19,7 +19,7 @@ Shown brute_force(const BoundExpression& mask, ExpressionVariables at, IntRange 
       any = any || shown, all = all && shown;
     }
   }
-  return all ? Shown::always : any ? Shown::sometimes : Shown::never;
+  return all ? Visibility::always : any ? Visibility::sometimes : Visibility::never;
 }
 
 ExpressionRanges ranges_of(const ExpressionVariables& at, IntRange q, IntRange kv) {
@@ -36,11 +36,11 @@ TEST(BlockMask, IntervalsOfRandomExpressionsAreSound) {
       const ExpressionVariables at = problem.variables();
       const IntRange q{problem.below(24) - 2, 0}, kv{problem.below(24) - 2, 0};
       const IntRange qs{q.first, q.first + problem.below(5)}, kvs{kv.first, kv.first + problem.below(7)};
-      const Shown shown = mask.shown(ranges_of(at, qs, kvs)), truth = brute_force(mask, at, qs, kvs);
-      ASSERT_TRUE(shown == truth || shown == Shown::sometimes)
+      const Visibility shown = mask.shown(ranges_of(at, qs, kvs)), truth = brute_force(mask, at, qs, kvs);
+      ASSERT_TRUE(shown == truth || shown == Visibility::sometimes)
           << mask.expression().str() << " q " << qs.first << " to " << qs.last << ", kv " << kvs.first << " to " << kvs.last << ": "
           << to_string(shown) << ", truly " << to_string(truth);
-      decided += shown != Shown::sometimes, exact += shown == truth;
+      decided += shown != Visibility::sometimes, exact += shown == truth;
     }
   }
   EXPECT_GT(exact, count * 9 / 10) << "of " << count << ", decided " << decided;
@@ -172,10 +172,10 @@ TEST(BlockMask, IntervalsAreExactForUsualMasks) {
       for (int q_last = q; q_last < 48; q_last += 9) {
         for (int kv = 0; kv < 48; kv += 3) {
           for (int kv_last = kv; kv_last < 48; kv_last += 8) {
-            const Shown truth = brute_force(mask, {}, {q, q_last}, {kv, kv_last});
+            const Visibility truth = brute_force(mask, {}, {q, q_last}, {kv, kv_last});
             // Of two masks of which each shows or hides a part, intervals do not know that together they show or hide all.
-            if (std::string(usual.text).starts_with("q - kv < 20") && truth == Shown::never) continue;
-            if (std::string(usual.text).starts_with("kv < 4 | ") && truth == Shown::always) continue;
+            if (std::string(usual.text).starts_with("q - kv < 20") && truth == Visibility::never) continue;
+            if (std::string(usual.text).starts_with("kv < 4 | ") && truth == Visibility::always) continue;
             ASSERT_EQ(mask.shown(ranges_of({}, {q, q_last}, {kv, kv_last})), truth)
                 << usual.text << ", q " << q << " to " << q_last << ", kv " << kv << " to " << kv_last;
           }
@@ -203,15 +203,15 @@ void check_block_mask(const BoundExpression& mask, const BlockMaskShape& shape) 
     }
     for (int kv = 0; kv < shape.kv_len; kv += shape.tile_kv) {
       const int kv_last = std::min(kv + shape.tile_kv, shape.kv_len) - 1;
-      Shown listed = Shown::never;
+      Visibility listed = Visibility::never;
       for (int s = blocks.first_stretch[size_t(tile)]; s < blocks.first_stretch[size_t(tile) + 1]; ++s) {
         const KeyStretch& stretch = blocks.stretches[size_t(s)];
-        if (stretch.begin <= kv && kv_last < stretch.end) listed = stretch.shown ? Shown::always : Shown::sometimes;
+        if (stretch.begin <= kv && kv_last < stretch.end) listed = stretch.shown ? Visibility::always : Visibility::sometimes;
       }
-      const Shown truth = brute_force(mask, {.batch = shape.batch, .head = shape.head, .q_len = shape.q_len, .kv_len = shape.kv_len},
-                                      {first, last}, {kv, kv_last});
+      const Visibility truth = brute_force(mask, {.batch = shape.batch, .head = shape.head, .q_len = shape.q_len, .kv_len = shape.kv_len},
+                                           {first, last}, {kv, kv_last});
       ASSERT_EQ(listed, truth) << name << " tile " << tile << " keys from " << kv;
-      (truth == Shown::never ? empty : truth == Shown::always ? full : partial) += 1;
+      (truth == Visibility::never ? empty : truth == Visibility::always ? full : partial) += 1;
     }
   }
   ASSERT_EQ(blocks.empty_tiles, empty) << name;
@@ -250,7 +250,7 @@ TEST(BlockMask, ListsAreWhatElementsSay) {
 // Halved down to single elements: neither intervals nor rows alone could say that these tiles are empty.
 TEST(BlockMask, RefinesWhatIntervalsDoNotDecide) {
   const BoundExpression even(parse_expression("(q + kv) * (q + kv + 1) % 2 == 1"));
-  EXPECT_EQ(even.shown(ranges_of({}, {0, 63}, {0, 63})), Shown::sometimes);
+  EXPECT_EQ(even.shown(ranges_of({}, {0, 63}, {0, 63})), Visibility::sometimes);
   const BlockMask blocks = block_mask(even, {.q_len = 256, .kv_len = 256, .tile_q = 64, .tile_kv = 64});
   EXPECT_EQ(blocks.empty_tiles, 16);
   EXPECT_TRUE(blocks.stretches.empty());

@@ -38,9 +38,9 @@ void check_values(const Expression& expression) {
     any = any || value.boolean(), all = all && value.boolean();
   }
   if (expression.type() != ExpressionType::boolean) return;
-  const Shown said =
+  const Visibility said =
       bound.shown({.batch = {1, 1}, .head = {1, 1}, .q = {3, 3}, .kv = {kBegin, kEnd - 1}, .q_len = {4, 4}, .kv_len = {7, 7}});
-  if ((said == Shown::always && !all) || (said == Shown::never && any)) abort();
+  if ((said == Visibility::always && !all) || (said == Visibility::never && any)) abort();
 }
 
 }  // namespace
