@@ -38,7 +38,7 @@ TEST_F(Cli, SelectPrintsKernelsAndTheirSizes) {
   EXPECT_FALSE(kernels[2].contains("most_queries"));
 
   const Ran conv = run("select --model lfm2-1.2b --device 'avx512,2 threads' -v");
-  EXPECT_TRUE(contains(conv.out, "all: avx512 with tile_channels 1024, tile_tokens 64")) << conv.out;
+  EXPECT_TRUE(contains(conv.out, "all: avx512 with tile_channels 2048, tile_tokens 512")) << conv.out;
   EXPECT_TRUE(contains(conv.out, "all: avx512 with tile_rows")) << conv.out;
   EXPECT_TRUE(contains(run("select --model lfm2-1.2b --device a100 -v").out, "all: short_conv_aligned with tile_channels 256"));
   // Nothing to print where nothing runs, and for the reference, which chooses nothing.
