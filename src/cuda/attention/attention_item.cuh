@@ -144,8 +144,9 @@ struct RowsSeen {
 };
 DEVICE RowsSeen seen_by_rows(const AttentionParams& p, const Item& item, int first, int last) {
   if constexpr (kTree) {
-    const int lo = kWindow ? outer_of_rows<Outer::least>(first, last, [&](int row) { return item.first_seen(p, row); }) : -kFar;
-    return {{lo, item.own_key(last) + 1}, {item.all_first, min(item.first_bit, item.own_key(first) + 1)}};
+    const auto first_seen = [&](int row) { return item.first_seen(p, row); };
+    return {{kWindow ? outer_of_rows<Outer::least>(first, last, first_seen) : -kFar, item.own_key(last) + 1},
+            {item.all_first, min(item.first_bit, item.own_key(first) + 1)}};
   }
   const KeyRange least = visible_keys(p, outer_position<Outer::least>(item, first, last)),
                  greatest = visible_keys(p, outer_position<Outer::greatest>(item, first, last));

@@ -22,7 +22,8 @@ int tile_keys(const AttentionSpec& spec) { return is_fp8(spec.kv_dtype) ? 128 : 
 bool runs(std::string_view arch, const AttentionSpec& spec) {
   return arch.starts_with("sm_90") && spec.q_dtype != DType::f32 &&
          (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::f16 || is_fp8(spec.kv_dtype)) && codec_of(spec).strided &&
-         spec.head_dim_qk <= 256 && spec.head_dim_v <= 256 && !spec.mask.positions;
+         spec.head_dim_qk <= 256 && spec.head_dim_v <= 256 && !spec.mask.positions &&
+         !(spec.mask.tree && has_window(spec.mask));  // for lack of registers
 }
 
 int row_bytes(int elements) { return (elements * 2 / 16 | 1) * 16; }

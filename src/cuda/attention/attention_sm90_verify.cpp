@@ -23,8 +23,8 @@ bool shares_dims(const AttentionSpec& spec) { return spec.head_dim_v > 2 * kSm90
 
 // What hides keys of a tree of drafts takes registers, which ptxas finds beside few other things.
 bool takes_trees(const AttentionSpec& spec, int rows) {
-  if (!has_plain_logits(spec)) return false;
-  return std::max(spec.head_dim_qk, spec.head_dim_v) <= kSm90ChunkDims || (rows == kTeamRows && !(shares_dims(spec) && widens(spec)));
+  if (!has_plain_logits(spec) || widens(spec)) return false;
+  return std::max(spec.head_dim_qk, spec.head_dim_v) <= kSm90ChunkDims || rows == kTeamRows;
 }
 
 bool runs(std::string_view arch, const AttentionSpec& spec, int rows) {
