@@ -366,12 +366,12 @@ inline std::vector<Variant> variants() {
   as_tree(add_decode("nodes_tma", 32, spec(DType::bf16, DType::bf16, 128, 128, 4, 16)), TreePattern::forest).spec.score.sinks = true;
   as_tree(add_verify("nodes_verify", spec(DType::bf16, DType::bf16, 128, 128, 4, 16), {}), TreePattern::random).requests = {
       {16, 300, 0}, {3, 1300, 1}, {0, 0, 2}, {64, 700, 3}, {1, 1, 5}, {8, 64, 6}};
-  Case& node_rows = as_tree(add_verify("nodes_verify_rows", spec(DType::f16, DType::fp8_e4m3, 64, 64, 12, 1), {}), TreePattern::random);
+  Case& node_rows = as_tree(add_verify("nodes_verify_rows", spec(DType::f16, DType::f16, 64, 64, 12, 1), {}), TreePattern::random);
   node_rows.spec.mask.window_left = 5, node_rows.spec.score.sinks = true;
   as_tree(add_wgmma("nodes_turns", spec(DType::bf16, DType::bf16, 128, 128, 2, 16), {}), TreePattern::binary).requests = {
       {64, 300, 0}, {3, 130, 1}, {140, 400, 2}, {0, 0, 3}, {33, 33, 5}};
-  as_tree(add_decode("nodes_tma_bytes", 16, spec(DType::bf16, DType::fp8_e4m3, 64, 64, 2, 64)), TreePattern::random).spec.mask.window_left =
-      40;
+  as_tree(add_decode("nodes_tma_bytes", 16, spec(DType::bf16, DType::fp8_e4m3, 64, 64, 2, 64)), TreePattern::random).spec.score.alibi =
+      true;
   branches.spec.score.relative_buckets = 32, branches.spec.score.relative_max_distance = 64;
   // Rows in two places: bytes whose parts have a scale each, with queries of 16 bits and of bytes; converted, at any strides; values that
   // the tile of keys does not have. Records, as 16 bits and in planes.
