@@ -78,8 +78,8 @@ struct DerivedBatch {
 // part, the earlier one where there are two; padding behind the tokens is the last part's. Every field is kept, with one exception:
 // kv_last_page_len, a check of seq_lens, is left out where these change.
 // Where parts run on two streams, the keys of all parts have to be written before queries of a request that is cut are run. Layers with a
-// state compute such a request in the order of the parts: the second begins from what the first has written. Its drafts stay together, and so
-// does a request that is a tree (Mask::tree).
+// state compute such a request in the order of the parts: the second begins from what the first has written. Its drafts stay together, and
+// so does a request that is a tree (Mask::tree).
 // Error batch.part.*, and batch.* for lists that do not fit each other.
 std::vector<DerivedBatch> split_batch(const Batch&, PartKeys, std::span<const int32_t> cuts);
 std::array<DerivedBatch, 2> split_batch(const Batch&, PartKeys, int cut);
