@@ -9,6 +9,7 @@
 #include "attention/mask.h"
 #include "conformance/case_random.h"
 #include "core/float_types.h"
+#include "imbrex/batch.h"
 
 namespace imbrex {
 namespace {
