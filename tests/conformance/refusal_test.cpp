@@ -62,6 +62,7 @@ const Refusal kRefusals[] = {
     {"cuda_sm90", "spec.num_q_heads", "h200", [](AttentionSpec& s) { e4m3(s), s.num_q_heads = 130; }},
     {"cuda_sm90", "spec.mask.custom", "h200", [](AttentionSpec& s) { e4m3(s), s.num_q_heads = 64, s.mask.custom = true; }},
     {"cuda_sm90", "spec.mask.positions", "h200", [](AttentionSpec& s) { s.mask.positions = true; }},
+    {"cuda_sm90", "spec.mask.tree", "h200", [](AttentionSpec& s) { s.num_q_heads = 64, s.score.soft_cap = 20, s.mask.tree = true; }},
     {"cuda_sm80", "device.type", "cpu", nothing},
     {"cuda_sm80", "device.sm", kOldGpu, nothing},
     {"cuda_sm80", "spec.kv_format", "h200", packed},
