@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "imbrex/backend.h"
 #include "imbrex/batch_tools.h"
 #include "mixed_step.h"
 
@@ -65,6 +66,20 @@ struct KindStep : MixedStep {
     batch.positions = given;
   }
 };
+
+// Calls visit(kind, backend, step, plan) for each kind and each backend of CPUs that runs it, with a plan that has the step.
+template <class Visit>
+void for_each_plan(const Visit& visit) {
+  for (const Kind& kind : kinds())
+    for (const BackendOf<AttentionFamily>* backend : backends<AttentionFamily>()) {
+      const DeviceInfo device = probe_cpu();
+      if (!backend->unsupported(kind.spec, device).empty()) continue;
+      KindStep step(kind);
+      const auto plan = backend->plan(kind.spec, device, {.limits = {.max_num_reqs = 16, .max_num_tokens = 64, .max_seq_len = 64}});
+      plan->update(step.batch);
+      visit(kind, *backend, step, *plan);
+    }
+}
 
 template <class T>
 void append(std::vector<T>& all, const std::vector<T>& more) {

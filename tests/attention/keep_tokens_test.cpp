@@ -89,39 +89,33 @@ TEST(KeepTokens, KnownStep) {
 TEST(KeepTokens, TheyGiveTheBitsOfTheWhole) {
   std::mt19937 random(7);
   int runs = 0;
-  for (const Kind& kind : kinds())
-    for (const Backend* backend : backends<AttentionFamily>()) {
-      const DeviceInfo device = probe_cpu();
-      if (!backend->unsupported(kind.spec, device).empty()) continue;
-      KindStep step(kind);
-      const auto plan = backend->plan(kind.spec, device, {.limits = {.max_num_reqs = 16, .max_num_tokens = 64, .max_seq_len = 64}});
-      plan->update(step.batch);
-      step.run(*plan);
-      const std::vector<float> whole = step.out, whole_lse = step.lse;
-      const auto keys = part_keys(kind.spec);
-      for (int trial = 0; trial < 4; ++trial) {
-        const Ints tokens = some_tokens(step.batch, keys, kind.tables == 2, random);
-        const size_t q_row = 4 * 16, out_row = 4 * 8, lse_row = 4;
-        std::vector<float> q, expected, out(tokens.size() * out_row + 1), lse(tokens.size() * lse_row + 1), expected_lse;
-        const auto take = [](std::vector<float>& to, const std::vector<float>& from, int32_t t, size_t row) {
-          to.insert(to.end(), from.begin() + long(size_t(t) * row), from.begin() + long(size_t(t + 1) * row));
-        };
-        for (const int32_t t : tokens)
-          take(q, step.q, t, q_row), take(expected, whole, t, out_row), take(expected_lse, whole_lse, t, lse_row);
-        q.resize(q.size() + 1);  // never empty, so that there is an address
-        const DerivedBatch part = keep_tokens(step.batch, keys, tokens);
-        plan->update(part.batch);
-        const int64_t count = int64_t(tokens.size());
-        Inputs in = step.in;
-        in.q = TensorView::contiguous(q.data(), DType::f32, {count, 4, 16});
-        plan->run(in, {TensorView::contiguous(out.data(), DType::f32, {count, 4, 8}),
-                       TensorView::contiguous(lse.data(), DType::f32, {count, 4})});
-        out.pop_back(), lse.pop_back();
-        EXPECT_EQ(out, expected) << kind.name << " by " << backend->name();
-        EXPECT_EQ(lse, expected_lse) << kind.name << " by " << backend->name();
-        ++runs;
-      }
+  test::for_each_plan([&](const Kind& kind, const Backend& backend, KindStep& step, Plan& plan) {
+    step.run(plan);
+    const std::vector<float> whole = step.out, whole_lse = step.lse;
+    const auto keys = part_keys(kind.spec);
+    for (int trial = 0; trial < 4; ++trial) {
+      const Ints tokens = some_tokens(step.batch, keys, kind.tables == 2, random);
+      const size_t q_row = 4 * 16, out_row = 4 * 8, lse_row = 4;
+      std::vector<float> q, expected, out(tokens.size() * out_row + 1), lse(tokens.size() * lse_row + 1), expected_lse;
+      const auto take = [](std::vector<float>& to, const std::vector<float>& from, int32_t t, size_t row) {
+        to.insert(to.end(), from.begin() + long(size_t(t) * row), from.begin() + long(size_t(t + 1) * row));
+      };
+      for (const int32_t t : tokens)
+        take(q, step.q, t, q_row), take(expected, whole, t, out_row), take(expected_lse, whole_lse, t, lse_row);
+      q.resize(q.size() + 1);  // never empty, so that there is an address
+      const DerivedBatch part = keep_tokens(step.batch, keys, tokens);
+      plan.update(part.batch);
+      const int64_t count = int64_t(tokens.size());
+      Inputs in = step.in;
+      in.q = TensorView::contiguous(q.data(), DType::f32, {count, 4, 16});
+      plan.run(in,
+               {TensorView::contiguous(out.data(), DType::f32, {count, 4, 8}), TensorView::contiguous(lse.data(), DType::f32, {count, 4})});
+      out.pop_back(), lse.pop_back();
+      EXPECT_EQ(out, expected) << kind.name << " by " << backend.name();
+      EXPECT_EQ(lse, expected_lse) << kind.name << " by " << backend.name();
+      ++runs;
     }
+  });
   EXPECT_GE(runs, 160);
 }
 

@@ -222,19 +222,13 @@ std::vector<float> run_parts(MixedStep& step, Plan& plan, const std::vector<Deri
 
 TEST(SplitBatch, PartsGiveTheBitsOfTheWhole) {
   int runs = 0;
-  for (const Kind& kind : kinds())
-    for (const Backend* backend : backends<AttentionFamily>()) {
-      const DeviceInfo device = probe_cpu();
-      if (!backend->unsupported(kind.spec, device).empty()) continue;
-      KindStep step(kind);
-      const auto plan = backend->plan(kind.spec, device, {.limits = {.max_num_reqs = 16, .max_num_tokens = 64, .max_seq_len = 64}});
-      plan->update(step.batch);
-      const std::vector<float> whole = step.run(*plan);
-      const PartKeys keys = part_keys(kind.spec);
-      for (const Ints& cuts : {Ints{4}, Ints{9, 15}, Ints{1}, Ints{6}, Ints{5, 7, 8, 17}})
-        EXPECT_EQ(run_parts(step, *plan, split_batch(step.batch, keys, cuts)), whole) << kind.name << " by " << backend->name();
-      ++runs;
-    }
+  test::for_each_plan([&](const Kind& kind, const Backend& backend, KindStep& step, Plan& plan) {
+    const std::vector<float> whole = step.run(plan);
+    const PartKeys keys = part_keys(kind.spec);
+    for (const Ints& cuts : {Ints{4}, Ints{9, 15}, Ints{1}, Ints{6}, Ints{5, 7, 8, 17}})
+      EXPECT_EQ(run_parts(step, plan, split_batch(step.batch, keys, cuts)), whole) << kind.name << " by " << backend.name();
+    ++runs;
+  });
   EXPECT_GE(runs, 40);
 }
 
