@@ -149,7 +149,7 @@ class ShortConvCall {
   Pair load_weights(int dim, int tap, int n) const {
     char run[kPairLanes * kSize];
     const char* from = p_.weight + dim * p_.weight_dim_stride + tap * p_.weight_tap_stride;
-    for (int i = 0; i < n; ++i, from += p_.weight_dim_stride) __builtin_memcpy(run + i * kSize, from, kSize);
+    for (int i = 0; i < kPairLanes && i < n; ++i, from += p_.weight_dim_stride) __builtin_memcpy(run + i * kSize, from, kSize);
     return load_pair<type>(run, n);
   }
 
