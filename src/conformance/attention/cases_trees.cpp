@@ -51,7 +51,7 @@ void add_tree_cases(CaseTable& table) {
     }
   }
   // More keys than a split has, and a tree on both sides of where one ends.
-  const Requests long_ones{{8, 9000}, {16, 4100}, {64, 4130}, {5, 4500}};
+  const Requests long_ones{{8, 9000}, {9, 4100}, {5, 4500}};
   for (const size_t i : {0u, 5u, 9u})
     set(table.add(fmt::format("tree_{}_long", variants[i].name), 4, 1, {64, 64}, kDTypes[i % 2], long_ones), variants[i]);
   // Pages of one token, and keys without pages.
@@ -62,7 +62,7 @@ void add_tree_cases(CaseTable& table) {
   }
   // Latents.
   for (const DTypes types : {kDTypes[0], kDTypes[1]}) {
-    Case& c = table.add(fmt::format("tree_latent_{}", to_string(types.q)), 4, 1, {96, 64}, types, border);
+    Case& c = table.add(fmt::format("tree_latent_{}", to_string(types.q)), 4, 1, {128, 64}, types, border);
     set(c, variants[0]);
     c.spec.kv_format = KvFormat::latent;
   }
