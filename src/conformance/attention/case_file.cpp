@@ -45,9 +45,6 @@ AttentionSpec parse_spec(const json& root) {
   for_each_field(spec, [&](const SpecField& field, auto& value) {
     if (!field.key.empty()) read_one(field.part == "mask" ? m : f, field, value);
   });
-  const auto expression = [](const std::string& text) { return text.empty() ? Expression() : parse_expression(text); };
-  spec.score_mod = expression(f.text("score_mod"));
-  spec.mask_mod = expression(m.text("mask_mod"));
   f.finish();
   m.finish();
   // A block size the backends are asked about; verify runs several.
@@ -67,8 +64,6 @@ json spec_json(const AttentionSpec& given) {
     to = json_of(value);
     if (is_window(field)) to = to.get<int>() + 1;
   });
-  if (!spec.score_mod.empty()) s["score_mod"] = spec.score_mod.text();
-  if (!spec.mask_mod.empty()) m["mask_mod"] = spec.mask_mod.text();
   return {{"version", kCaseFileVersion}, {"spec", s}, {"mask", m}};
 }
 
