@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _torch_attention
+from . import _flex_attention, _torch_attention
 from ._frameworks import NO_BACKWARD
 
 
@@ -312,3 +312,23 @@ def write_kv(
     """
     _torch_attention.no_gradient(k_cache, v_cache, k, v, k_scale, v_scale)
     _write_kv(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod=None,
+    block_mask=None,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+):
+    """torch.nn.attention.flex_attention: query [batch, heads, query_len, d], key and value [batch, kv_heads, seq_len, d], any strides.
+
+    score_mod(score, batch, head, q_idx, kv_idx) and the mask_mod(batch, head, q_idx, kv_idx) of block_mask, or one in its place, are traced to
+    expressions (docs/expressions.md): arithmetic, comparisons, torch.where, tanh, exp and their kind, elements of tensors by index. Tiles that a mask
+    hides are found by imbrex itself, and are not read. Functions are traced in each call; plans are kept by their texts. On CPUs; there is no
+    backward pass, and torch.compile does not look inside.
+    """
+    return _flex_attention.flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)

@@ -59,6 +59,12 @@ TensorView view_of(const Array& a, const char* name, DType wanted) {
 
 TensorView view_of(const OptionalArray& a, const char* name, DType wanted) { return a ? view_of(*a, name, wanted) : TensorView{}; }
 
+std::vector<NamedTensor> named_views(const NamedArrays& arrays) {
+  std::vector<NamedTensor> named;
+  for (const auto& [name, array] : arrays) named.push_back({name, view_of(array, name.c_str(), DType::u8)});
+  return named;
+}
+
 Array written(nb::handle object, const char* name) {
   nb::ndarray<> array;
   if (!is_of_jax(object) && nb::try_cast(object, array)) return Array(array.handle());

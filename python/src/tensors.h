@@ -4,10 +4,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <map>
 #include <optional>
 #include <span>
+#include <string>
+#include <vector>
 
 #include "imbrex/device.h"
+#include "imbrex/expression.h"
 #include "imbrex/tensor.h"
 
 namespace imbrex::python {
@@ -22,6 +26,10 @@ inline Stream stream_of(uintptr_t stream) { return reinterpret_cast<Stream>(stre
 // `wanted`: what uint16 and uint8 elements stand for, where the layer has such a type. Error python.tensor for what no tensor can be.
 TensorView view_of(const Array&, const char* name, DType wanted);
 TensorView view_of(const OptionalArray&, const char* name, DType wanted);  // empty without an array
+
+// Tensors of an expression by their names: of int32, float32, and uint8 for bool.
+using NamedArrays = std::map<std::string, Array>;
+std::vector<NamedTensor> named_views(const NamedArrays&);
 
 // A list of int32 on the host. Error python.tensor.
 std::span<const int32_t> host_numbers(const Array&, const char* name);

@@ -4,6 +4,14 @@
 #include "core/check.h"
 #include "expression/bound_parts.h"
 
+// What is compiled for several instruction sets, of which the loader takes the widest that the CPU has; with all that it calls. Sanitizers
+// are not there yet when the loader asks.
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && !defined(__clang__)
+#define IMBREX_WIDEST __attribute__((flatten, target_clones("default", "avx2", "arch=skylake-avx512")))
+#else
+#define IMBREX_WIDEST
+#endif
+
 namespace imbrex {
 namespace {
 
@@ -103,7 +111,7 @@ namespace {
 
 // `lanes`: num_buffers of them.
 template <class Parts>
-void run_steps(const Parts& parts, const ExpressionVariables& at, int kv_begin, int kv_end, const float* scores, float* to_scores,
+IMBREX_WIDEST void run_steps(const Parts& parts, const ExpressionVariables& at, int kv_begin, int kv_end, const float* scores, float* to_scores,
                uint8_t* to_bytes, RowLanes* lanes) {
   const std::span<const ExpressionNode> nodes = parts.expression.nodes();
   std::array<ExpressionBits, Expression::kMaxNodes> fixed;
