@@ -106,7 +106,7 @@ void add_run(CLI::App& app, Action& action) {
   sub->add_option("--rate-scale", r.rate_scale, "2: requests come twice as fast")->check(CLI::PositiveNumber)->capture_default_str();
   sub->add_option("--spec-tokens", r.drafts.tokens, "Speculative decoding: N drafts behind each token (0: none)")
       ->check(CLI::Range(0, serve::kMostDrafts));
-  sub->add_flag("--spec-tree", r.drafts.tree, "Drafts are a tree instead of a chain, of models whose layers all keep states");
+  sub->add_flag("--spec-tree", r.drafts.tree, "Drafts are a tree instead of a chain (not for latent attention)");
   sub->add_option("--spec-acceptance", o->spec_acceptance, "Chance of a draft to be kept behind one that is")->capture_default_str();
   sub->add_flag("--no-prefix-sharing", o->no_prefix_sharing, "Do not look for shared prefixes, and keep no states behind them");
   sub->add_flag("--skip-too-long", r.skip_too_long, "Leave out requests that the cache could never hold, instead of an error");
@@ -131,6 +131,7 @@ void add_run(CLI::App& app, Action& action) {
       "  imbrex run --model lfm2-1.2b --trace trace.jsonl --verify 1%\n"
       "  imbrex run --model qwen3-next-80b-a3b --trace trace.jsonl --layers 4 --verify 0.1%\n"
       "  imbrex run --model nemotron-3-nano-30b-a3b --trace mooncake.jsonl --num-requests 200 --shrink 16 --layers-of-kind 2\n"
+      "  imbrex run --model qwen3-next-80b-a3b --trace trace.jsonl --layers-of-kind 1 --spec-tokens 6 --spec-tree --verify 0.1%\n"
       "  imbrex run --model falcon-mamba-7b --trace trace.jsonl --layers 2 --spec-tokens 6 --spec-tree --verify 0.1%\n\n"
       "Exit code 1 when a verified output differs from the reference.");
   sub->callback([o, &action] { action = [o] { return run_trace(*o); }; });

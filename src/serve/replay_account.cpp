@@ -32,9 +32,12 @@ struct Seen {
 };
 
 Seen seen_by(const StepPlan& plan, int request, const Mask& mask) {
-  const int begin = plan.first_positions[size_t(request)], end = plan.seq_lens[size_t(request)];
-  Seen seen{.keys = end - first_visible_key(mask, begin)};
-  for (int p = begin; p < end; ++p) seen.pairs += p + 1 - first_visible_key(mask, p);
+  const int begin = plan.first_positions[size_t(request)], certain_end = begin + plan.certain_tokens(request);
+  Seen seen{.keys = plan.seq_lens[size_t(request)] - first_visible_key(mask, begin)};
+  const auto add = [&](int p) { seen.pairs += p + 1 - first_visible_key(mask, p); };
+  for (int p = begin; p < certain_end; ++p) add(p);
+  if (plan.drafts.empty()) return seen;
+  for (const int depth : plan.drafts[size_t(request)].depths) add(certain_end - 1 + depth);
   return seen;
 }
 

@@ -127,9 +127,14 @@ ModelSpec deploy_model(const ModelSpec& model, const ReplayOptions& options, con
   }
 
   for (ModelLayer& layer : part.layers) {
-    const bool pages = paged_attention(layer.spec).has_value();
-    check(!pages || !options.drafts.tree, "replay.drafts.tree", "{}: expected layers with states alone for trees of drafts, {} has pages",
-          part.name, layer.name);
+    if (options.drafts.tree) {
+      check(!std::holds_alternative<MlaSpec>(layer.spec), "replay.drafts.tree",
+            "{}: expected layers that take trees of drafts, {} is latent attention, which takes chains", part.name, layer.name);
+      check(!paged_attention(layer.spec) || options.drafts.tokens < kMostTreeTokens, "replay.drafts.tree",
+            "{}: expected at most {} drafts, which are a tree with the token in front of them in {}, got {}", part.name, kMostTreeTokens - 1,
+            layer.name, options.drafts.tokens);
+    }
+    if (auto* const attention = std::get_if<AttentionSpec>(&layer.spec)) attention->mask.tree = options.drafts.tree;
     const auto set = [&](auto& spec) { spec.num_drafts = options.drafts.tokens, spec.tree_drafts = options.drafts.tree; };
     if (auto* const recurrent = std::get_if<RecurrentSpec>(&layer.spec)) set(*recurrent);
     if (auto* const conv = std::get_if<ShortConvSpec>(&layer.spec)) set(*conv);

@@ -48,8 +48,6 @@ Scheduler::Scheduler(const ModelSpec& model, SchedulerOptions options) : options
     imbrex::check(!options_.prefix_sharing || (options_.state_unit >= block_size_ && options_.state_unit % block_size_ == 0),
                   "scheduler.state_unit", "state_unit must be a multiple of block_size {}, is {}", block_size_, options_.state_unit);
   }
-  imbrex::check(!options_.drafts.tree || groups_.empty(), "scheduler.drafts.tree",
-                "trees of drafts need a model whose layers all keep states, {} has pages", model.name);
   pools_.assign(model.cache_groups.size(), slots_.get());
   for (const Group& group : groups_) pools_[size_t(group.index)] = &group.pool;
 }
@@ -266,7 +264,7 @@ void Scheduler::write_plan(StepPlan& out) {
   const size_t max_seqs = size_t(options_.max_num_seqs);
   if (out.owner != identity_) {
     out.owner = identity_;
-    out.stride = blocks_of(options_.max_seq_len, block_size_);
+    out.stride = blocks_of(int64_t(options_.max_seq_len) + options_.drafts.tokens, block_size_);  // a tree may end behind the request
     out.groups.assign(pools_.size(), {});
     for (const Group& of_pages : groups_) {
       StepPlan::Group& group = out.groups[size_t(of_pages.index)];
@@ -280,7 +278,8 @@ void Scheduler::write_plan(StepPlan& out) {
     array->clear();
   out.drafts.clear();
   out.makes_token.clear();
-  for (StepPlan::Group& group : out.groups) group.slot_mapping.clear();
+  for (StepPlan::Group& group : out.groups) group.slot_mapping.clear(), group.kept_slots.clear();
+  out.moves = false;
 
   for (const bool decode : {true, false}) {
     for (const auto& request : running_) {
@@ -313,6 +312,15 @@ void Scheduler::write_plan(StepPlan& out) {
                   group.block_table.begin() + int64_t(row) * out.stride + int64_t(up_to_date.filled));
         up_to_date.filled = blocks.size();
         append_slots(blocks, block_size_, r.computed, end, group.slot_mapping);
+        if (!options_.drafts.tree) continue;
+        group.kept_slots.resize(group.slot_mapping.size(), -1);
+        const auto first_draft = int64_t(group.slot_mapping.size()) - r.drafts.count();
+        for (size_t depth = 0; depth < r.drafts.kept.size(); ++depth) {
+          if (const int draft = r.drafts.kept[depth]; draft != int(depth)) {
+            group.kept_slots[size_t(first_draft + draft)] = group.slot_mapping[size_t(first_draft) + depth];
+            out.moves = true;
+          }
+        }
       }
     }
   }

@@ -30,7 +30,7 @@ struct SchedulerOptions {
   int prefix_block = 0;         // Trace::prefix_block
   bool prefix_sharing = true;
   int state_unit = 0;   // states of prefixes are kept at multiples of so many tokens, a multiple of block_size; with prefix_sharing
-  DraftOptions drafts;  // of requests that make tokens; trees need a model whose layers all keep states
+  DraftOptions drafts;  // of requests that make tokens
   uint64_t seed = 1;
 };
 

@@ -37,7 +37,14 @@ Batch StepPlan::batch(int group) const {
   }
   batch.block_table = TensorView::contiguous(const_cast<int32_t*>(g.block_table.data()), DType::i32, {num_reqs(), stride});
   batch.slot_mapping = TensorView::contiguous(const_cast<int64_t*>(g.slot_mapping.data()), DType::i64, {num_tokens()});
+  if (!draft_parents.empty()) batch.num_drafts = num_drafts, batch.draft_parents = draft_parents;
   return batch;
+}
+
+Batch StepPlan::kept_batch(int group) const {
+  Batch kept = batch(group);
+  kept.slot_mapping.data = const_cast<int64_t*>(groups[size_t(group)].kept_slots.data());
+  return kept;
 }
 
 }  // namespace imbrex::serve

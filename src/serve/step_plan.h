@@ -22,6 +22,7 @@ struct StepPlan {
     };
     std::vector<int32_t> block_table;   // [max_num_seqs, stride]; entries before a window are valid ids that nobody reads
     std::vector<int64_t> slot_mapping;  // [num_tokens]
+    std::vector<int64_t> kept_slots;    // [num_tokens]: where a draft that is kept has its key from then on, if not where it is; else -1
     std::vector<Row> rows;              // [max_num_seqs]
   };
   std::vector<int32_t> query_start_loc;  // [num_reqs + 1]
@@ -36,6 +37,7 @@ struct StepPlan {
   std::vector<int32_t> num_drafts, accepted_drafts, draft_parents;  // the same as Batch has it, with the drafts of the step before
   std::vector<Group> groups;                                        // per cache group
   int64_t stride = 0;                                               // entries of a block table row
+  bool moves = false;                                               // kept_slots has a slot of any draft
   uint64_t owner = 0;                                               // the scheduler that keeps the rows up to date; 0: none yet
 
   int num_reqs() const { return int(seq_lens.size()); }
@@ -45,6 +47,9 @@ struct StepPlan {
   }
   bool decodes_only() const;     // every request has one certain token
   Batch batch(int group) const;  // views of this plan
+  // The same of a group of pages with kept_slots in place of slot_mapping: writing the step's keys and values once more moves those of paths
+  // that are kept together. Only where `moves`.
+  Batch kept_batch(int group) const;
 };
 
 }  // namespace imbrex::serve

@@ -36,6 +36,7 @@ AttentionSpec head_spec(const AttentionSpec& spec) {
   head.head_dim_v = spec.head_dim_v + noise_columns(spec);
   head.kv_format = KvFormat::strided;
   head.block_size = 0;
+  head.mask.tree = false;  // keys are those of the query's path, one after the other
   return head;
 }
 
