@@ -77,9 +77,17 @@ std::string Scheduler::too_long(const TraceRequest& request) const {
 void Scheduler::add(const TraceRequest& request, int id, double arrival_s) {
   imbrex::check(request.input_length >= 1 && request.output_length >= 1, "scheduler.request.length",
                 "request {}: input and output must be >= 1, are {} and {}", id, request.input_length, request.output_length);
-  imbrex::check(options_.prefix_block == 0 || request.prefix_ids.size() == size_t(blocks_of(request.input_length, options_.prefix_block)),
-                "scheduler.request.prefix_ids", "request {}: {} input tokens need {} prefix ids, got {}", id, request.input_length,
-                options_.prefix_block == 0 ? 0 : blocks_of(request.input_length, options_.prefix_block), request.prefix_ids.size());
+  const int with_ids = request.input_length - request.system_tokens;
+  const int ids = options_.prefix_block == 0 ? 0 : blocks_of(with_ids, options_.prefix_block);
+  imbrex::check(options_.prefix_block == 0 || request.prefix_ids.size() == size_t(ids), "scheduler.request.prefix_ids",
+                "request {}: {} input tokens need {} prefix ids, got {}", id, with_ids, ids, request.prefix_ids.size());
+  for (const TokenSpan& image : request.images) {
+    imbrex::check(options_.images && image.begin >= 0 && image.begin < image.end && image.end <= request.input_length &&
+                      image.end - image.begin <= options_.max_num_batched_tokens,
+                  "scheduler.request.images",
+                  "request {}: expected images in its {} input tokens, of at most {} tokens that a step may have, got [{}, {})", id,
+                  request.input_length, options_.images ? options_.max_num_batched_tokens : 0, image.begin, image.end);
+  }
   imbrex::check(arrival_s >= last_arrival_, "scheduler.request.order", "request {}: arrival must be >= {} s, is {} s", id, last_arrival_,
                 arrival_s);
   const std::string reason = too_long(request);
@@ -274,7 +282,7 @@ void Scheduler::write_plan(StepPlan& out) {
   }
   out.query_start_loc.assign(1, 0);
   for (auto* array : {&out.seq_lens, &out.request_ids, &out.first_positions, &out.fresh_from, &out.state_slots, &out.source_slots,
-                      &out.num_drafts, &out.accepted_drafts, &out.draft_parents})
+                      &out.num_drafts, &out.accepted_drafts, &out.draft_parents, &out.positions})
     array->clear();
   out.drafts.clear();
   out.makes_token.clear();
@@ -296,6 +304,7 @@ void Scheduler::write_plan(StepPlan& out) {
       const std::vector<int32_t>& source = r.source.empty() ? r.slot : r.source;
       out.state_slots.insert(out.state_slots.end(), r.slot.begin(), r.slot.end());
       out.source_slots.insert(out.source_slots.end(), source.begin(), source.end());
+      for (int p = r.computed; options_.images && p < end; ++p) out.positions.push_back(last_seen(*r.trace, p));
       if (options_.drafts.tokens > 0) {
         const int certain = r.scheduled - r.drafts.count();
         out.drafts.push_back(r.drafts);

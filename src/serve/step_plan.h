@@ -35,6 +35,7 @@ struct StepPlan {
   std::vector<int32_t> source_slots;     // [num_reqs], where each reads what it has of the past: its own, or one that is kept of a prefix
   std::vector<Drafts> drafts;            // [num_reqs], behind a request's last certain token; empty: none are made
   std::vector<int32_t> num_drafts, accepted_drafts, draft_parents;  // the same as Batch has it, with the drafts of the step before
+  std::vector<int32_t> positions;                                   // [num_tokens], as Batch has them; empty: no request has images
   std::vector<Group> groups;                                        // per cache group
   int64_t stride = 0;                                               // entries of a block table row
   bool moves = false;                                               // kept_slots has a slot of any draft
@@ -45,6 +46,7 @@ struct StepPlan {
   int certain_tokens(int request) const {  // of the step
     return query_start_loc[size_t(request) + 1] - query_start_loc[size_t(request)] - (drafts.empty() ? 0 : drafts[size_t(request)].count());
   }
+  int position(int request, int query) const;  // that the mask goes by
   bool decodes_only() const;     // every request has one certain token
   Batch batch(int group) const;  // views of this plan
   // The same of a group of pages with kept_slots in place of slot_mapping: writing the step's keys and values once more moves those of paths
