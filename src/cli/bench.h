@@ -32,7 +32,7 @@ struct BenchArguments {
   int threads = 0;
   double min_time = 0.3, max_time = 10, noise = 1;
   double seconds = 0;  // of the zoo; 0: as long as it takes
-  int cut = 0;  // with `halves`: the token in front of which batches are cut; 0: in the middle
+  int cut = 0;         // with `halves`: the token in front of which batches are cut; 0: in the middle
   bool halves = false;
   bool json = false, verbose = false, no_ceilings = false, no_check = false, zoo = false, list = false;
   bool page_given = false, kv_dtype_given = false, time_given = false;  // options that the zoo varies by itself

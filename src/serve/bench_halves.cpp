@@ -160,7 +160,8 @@ HalvesResult bench_halves(const BackendOf<AttentionFamily>& backend, const Atten
   first.stream().synchronize();
   compare(expected, outputs_of(problem, second), out.dtype, result);
   check(result.different == 0 || (on_gpu && result.through_request), "bench.halves",
-        "{} on {}: expected the bits of the whole batch from halves cut in front of token {}, got {} of {} values with others, by up to {:.3g}",
+        "{} on {}: expected the bits of the whole batch from halves cut in front of token {}, got {} of {} values with others, by up to "
+        "{:.3g}",
         backend.name(), spec.str(), result.cut, result.different, result.values, result.largest_difference);
 
   if (on_gpu) {

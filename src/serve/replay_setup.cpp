@@ -131,8 +131,8 @@ ModelSpec deploy_model(const ModelSpec& model, bool images, const ReplayOptions&
       check(!std::holds_alternative<MlaSpec>(layer.spec), "replay.drafts.tree",
             "{}: expected layers that take trees of drafts, {} is latent attention, which takes chains", part.name, layer.name);
       check(!paged_attention(layer.spec) || options.drafts.tokens < kMostTreeTokens, "replay.drafts.tree",
-            "{}: expected at most {} drafts, which are a tree with the token in front of them in {}, got {}", part.name, kMostTreeTokens - 1,
-            layer.name, options.drafts.tokens);
+            "{}: expected at most {} drafts, which are a tree with the token in front of them in {}, got {}", part.name,
+            kMostTreeTokens - 1, layer.name, options.drafts.tokens);
     }
     check(!images || !options.drafts.tree, "replay.drafts.tree", "expected chains of drafts for requests with images, got trees");
     if (auto* const attention = std::get_if<AttentionSpec>(&layer.spec)) attention->mask.tree = options.drafts.tree;

@@ -88,8 +88,8 @@ int Scheduler::place_of_state(const Request& r, int tokens) const {
 
 int Scheduler::last_kept(const Request& r) const { return place_of_state(r, r.trace->input_length - 1); }
 
-// The tokens of a request's next step, at most so many. A step ends where a state is to be kept, and not within an image: where one does not
-// fit, the step ends in front of it, so that the request may have to wait for a step with more room.
+// The tokens of a request's next step, at most so many. A step ends where a state is to be kept, and not within an image: where one does
+// not fit, the step ends in front of it, so that the request may have to wait for a step with more room.
 int Scheduler::next_tokens(const Request& r, int budget) const {
   const int end = r.computed + std::min(r.remaining(), budget);
   int stop = end;

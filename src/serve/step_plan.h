@@ -47,10 +47,10 @@ struct StepPlan {
     return query_start_loc[size_t(request) + 1] - query_start_loc[size_t(request)] - (drafts.empty() ? 0 : drafts[size_t(request)].count());
   }
   int position(int request, int query) const;  // that the mask goes by
-  bool decodes_only() const;     // every request has one certain token
-  Batch batch(int group) const;  // views of this plan
-  // The same of a group of pages with kept_slots in place of slot_mapping: writing the step's keys and values once more moves those of paths
-  // that are kept together. Only where `moves`.
+  bool decodes_only() const;                   // every request has one certain token
+  Batch batch(int group) const;                // views of this plan
+  // The same of a group of pages with kept_slots in place of slot_mapping: writing the step's keys and values once more moves those of
+  // paths that are kept together. Only where `moves`.
   Batch kept_batch(int group) const;
 };
 

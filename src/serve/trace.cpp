@@ -326,7 +326,9 @@ void add_images(Trace& trace, int every, int tokens) {
   trace.source += fmt::format(" with an image of {} tokens in every {}", tokens, every);
 }
 
-bool has_images(const Trace& trace) { return std::ranges::any_of(trace.requests, [](const auto& r) { return !r.images.empty(); }); }
+bool has_images(const Trace& trace) {
+  return std::ranges::any_of(trace.requests, [](const auto& r) { return !r.images.empty(); });
+}
 
 const TokenSpan* image_at(const TraceRequest& request, int position) {
   const auto next = std::ranges::upper_bound(request.images, position, {}, &TokenSpan::begin);

@@ -121,8 +121,8 @@ uint64_t Verifier::key_of(const VerifySample& sample, int position) const {
 Verifier::Outcome Verifier::recompute(const VerifySample& sample, const AttentionTarget& target, Worker& w) const {
   const AttentionSpec& spec = *target.spec;
   const int group = spec.group_size(), dim_qk = spec.head_dim_qk, dim_v = spec.head_dim_v, noise = noise_columns(spec);
-  // The query has the position of the last token that it sees, as if it came there. Keys that the mask hides are left out; a multiple of the
-  // chunk, so that positions keep their chunk.
+  // The query has the position of the last token that it sees, as if it came there. Keys that the mask hides are left out; a multiple of
+  // the chunk, so that positions keep their chunk.
   const int last = last_key_of(sample);
   int first = int(first_visible_key(spec.mask, last));
   if (spec.mask.chunk > 0) first = first / spec.mask.chunk * spec.mask.chunk;

@@ -19,7 +19,8 @@ BenchOptions quick() {
   return options;
 }
 
-HalvesResult halves(const AttentionSpec& spec, const std::vector<BenchRequest>& requests, int cut = 0, const char* backend = "cpu_generic") {
+HalvesResult halves(const AttentionSpec& spec, const std::vector<BenchRequest>& requests, int cut = 0,
+                    const char* backend = "cpu_generic") {
   return bench_halves(*find_backend(backend), spec, describe_device("cpu"), requests, quick(), cut);
 }
 
@@ -52,7 +53,9 @@ TEST(BenchHalves, HaveTheBitsOfTheWhole) {
 
 TEST(BenchHalves, AreRefused) {
   const AttentionSpec spec{.num_q_heads = 4, .num_kv_heads = 2, .head_dim_qk = 16, .head_dim_v = 8};
-  const auto code = [&](const std::vector<BenchRequest>& requests, int cut) { return test::error_code([&] { halves(spec, requests, cut); }); };
+  const auto code = [&](const std::vector<BenchRequest>& requests, int cut) {
+    return test::error_code([&] { halves(spec, requests, cut); });
+  };
   EXPECT_EQ(code({{1, 10}}, 0), "bench.halves");
   EXPECT_EQ(code({{2, 10}}, 2), "bench.halves");
   EXPECT_EQ(code({{2, 10}}, -1), "bench.halves");

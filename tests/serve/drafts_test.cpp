@@ -115,9 +115,8 @@ TEST(Drafts, TreesInOtherCaches) {
       options.verify_fraction = 0;
       const ModelSpec model = drafting_model("aw");
       const ReplayResult plain = replay(model, trace, options);
-      const ReplayResult r = expect_same_digests(model, trace, options, plain, [](ReplayOptions& o) {
-        o.drafts = {.tokens = 6, .tree = true}, o.verify_fraction = 1;
-      });
+      const ReplayResult r = expect_same_digests(model, trace, options, plain,
+                                                 [](ReplayOptions& o) { o.drafts = {.tokens = 6, .tree = true}, o.verify_fraction = 1; });
       EXPECT_GT(r.kept_drafts, 0);
     }
 }

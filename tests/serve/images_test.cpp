@@ -1,5 +1,5 @@
-// Images in prompts: tokens that see each other within a causal prompt, and steps that do not cut them. Also system prompts that all requests
-// share.
+// Images in prompts: tokens that see each other within a causal prompt, and steps that do not cut them. Also system prompts that all
+// requests share.
 #include <gtest/gtest.h>
 
 #include <memory>

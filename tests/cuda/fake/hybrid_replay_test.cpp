@@ -87,8 +87,8 @@ TEST(GpuHybridReplay, EveryOutputIsThatOfTheReference) {
   EXPECT_EQ(r.decode_digest, cpu.decode_digest);
 }
 
-// Trees of drafts: decode steps are graphs all the same, and the keys of kept paths are written once more behind them. `sm80` is a backend of
-// short convolutions too, whose kernels do not run on the host.
+// Trees of drafts: decode steps are graphs all the same, and the keys of kept paths are written once more behind them. `sm80` is a backend
+// of short convolutions too, whose kernels do not run on the host.
 TEST(GpuHybridReplay, TreesOfDrafts) {
   register_backend<ShortConvFamily>(std::make_shared<WaitingConv>());
   const Trace trace = tree_trace(8, 16, 60, 30, 2);
