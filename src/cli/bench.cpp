@@ -22,15 +22,8 @@ namespace {
 
 using nlohmann::ordered_json;
 
-// One thing to time.
-struct Job {
-  std::string name;
-  AttentionSpec spec;
-  std::vector<serve::BenchRequest> requests;
-};
-
-std::vector<Job> jobs_of(const BenchArguments& o) {
-  std::vector<Job> jobs;
+std::vector<AttentionJob> jobs_of(const BenchArguments& o) {
+  std::vector<AttentionJob> jobs;
   if (!o.cases.empty()) {
     check(o.bench.kv_order.empty(), "bench.kv_order", "cases have orders of their own, got \"{}\"", o.bench.kv_order);
     std::regex pattern;
@@ -41,7 +34,7 @@ std::vector<Job> jobs_of(const BenchArguments& o) {
     }
     for (const Case& c : cases()) {
       if (!std::regex_search(c.name, pattern)) continue;
-      Job job{c.name, c.spec, {}};
+      AttentionJob job{c.name, c.spec, {}};
       for (const CaseRequest& r : c.requests) job.requests.push_back({r.q_len, r.seq_len});
       jobs.push_back(std::move(job));
     }
@@ -56,20 +49,6 @@ std::vector<Job> jobs_of(const BenchArguments& o) {
     }
   }
   return jobs;
-}
-
-// The backends that --backend names (also by aliases; each must run the job), or the one that select() chooses.
-std::vector<const BackendOf<AttentionFamily>*> backends_for(const Job& job, const DeviceInfo& device, const BenchArguments& o) {
-  std::vector<const BackendOf<AttentionFamily>*> list;
-  SelectOptions options;
-  auto names = split(o.backends, ",");
-  if (names.empty()) names.emplace_back();
-  for (const std::string& name : names) {
-    options.forced = name;
-    const Selection selection = select(job.spec, device, options);
-    if (selection.backend) list.push_back(selection.backend);
-  }
-  return list;
 }
 
 DeviceInfo device_of(const BenchArguments& o) {
@@ -96,7 +75,8 @@ int run_bench(BenchArguments& o) {
   if (o.family == "recurrent") return run_recurrent_bench(o, device, pool.parallel_for());
   if (o.family == "mla") return run_mla_bench(o, device, pool.parallel_for());
   if (o.zoo) return run_zoo(o, device);
-  const std::vector<Job> jobs = jobs_of(o);
+  const std::vector<AttentionJob> jobs = jobs_of(o);
+  if (o.halves) return run_halves(o, device, pool.num_threads(), jobs);
   serve::Ceilings ceilings;
   if (!o.no_ceilings) ceilings = serve::ceilings_of(device, o.threads);
 
@@ -105,7 +85,7 @@ int run_bench(BenchArguments& o) {
                      {}};
   ordered_json j = ordered_json::array();
   std::string notes;
-  for (const Job& job : jobs) {
+  for (const AttentionJob& job : jobs) {
     const auto list = backends_for(job, device, o);
     if (list.empty()) fmt::print(stderr, "{}: no backend runs {}\n", job.name, job.spec.str());
     for (const BackendOf<AttentionFamily>* backend : list) {
@@ -150,6 +130,19 @@ void check_family(const std::string& family, const std::vector<CLI::Option*>& of
 }
 
 }  // namespace
+
+std::vector<const BackendOf<AttentionFamily>*> backends_for(const AttentionJob& job, const DeviceInfo& device, const BenchArguments& o) {
+  std::vector<const BackendOf<AttentionFamily>*> list;
+  SelectOptions options;
+  auto names = split(o.backends, ",");
+  if (names.empty()) names.emplace_back();
+  for (const std::string& name : names) {
+    options.forced = name;
+    const Selection selection = select(job.spec, device, options);
+    if (selection.backend) list.push_back(selection.backend);
+  }
+  return list;
+}
 
 std::vector<std::string> batches_of(const BenchArguments& o) {
   static const std::vector<std::string> kDefault{"q2k", "q512s4k", "q1s8k", "32q1s1k", "q1k,16q1s1k"};
@@ -226,6 +219,12 @@ void add_bench(CLI::App& app, Action& action) {
   add_of_attention(sub->add_flag("--list", o->list, "With --zoo: print the names of the cells and leave"));
   add_of_attention(sub->add_option("--seconds", o->seconds, "With --zoo: begin no cell after so many (0: run all)"))
       ->check(CLI::NonNegativeNumber);
+  add_of_attention(sub->add_flag("--halves", o->halves,
+                                 "Cut batches in two, at the end of a request or through the only one, and time the halves on two streams "
+                                 "(on a CPU with half of the threads each) beside the whole"));
+  add_of_attention(sub->add_option("--cut", o->cut, "With --halves: the query token that the second half begins with (0: in the middle)"))
+      ->check(CLI::NonNegativeNumber);
+  sub->get_option("--halves")->excludes(sub->get_option("--zoo"));
   sub->add_option("--backend", o->backends,
                   "Backends or aliases, separated by commas (default: the one that select takes; of other families all but the reference)");
   sub->add_option("--device", o->device, "Where to run: cpu, cuda:0, or a device of a plug-in")->capture_default_str();
@@ -264,6 +263,7 @@ void add_bench(CLI::App& app, Action& action) {
       "  imbrex bench q16k 64q1s4k 4q4s8k --device cuda:0 --block-size 64\n"
       "  imbrex bench q2k --model gpt-oss-20b --format markdown\n"
       "  imbrex bench 64q8s4k --tree                (drafts: two behind each)\n"
+      "  imbrex bench 64q1s4k q4k --halves --device cuda:0\n"
       "  imbrex bench 64q1s8292 --common-keys 8192 --device cuda:0\n"
       "  imbrex bench --cases '^shape_.*decode' --backend cpu_generic\n"
       "  imbrex bench --family mla --heads 16 64q1s4k q4k 16q2s8k\n"

@@ -33,9 +33,20 @@ struct BenchArguments {
   int threads = 0;
   double min_time = 0.3, max_time = 10, noise = 1;
   double seconds = 0;  // of the zoo; 0: as long as it takes
+  int cut = 0;         // with `halves`: the token in front of which batches are cut; 0: in the middle
+  bool halves = false;
   bool json = false, verbose = false, no_ceilings = false, no_check = false, zoo = false, list = false;
   bool page_given = false, kv_dtype_given = false, time_given = false;  // options that the zoo varies by itself
 };
+
+// A layer of attention and a batch to time.
+struct AttentionJob {
+  std::string name;
+  AttentionSpec spec;
+  std::vector<serve::BenchRequest> requests;
+};
+// The backends that --backend names (also by aliases; each must run the job), or the one that select() chooses.
+std::vector<const BackendOf<AttentionFamily>*> backends_for(const AttentionJob&, const DeviceInfo&, const BenchArguments&);
 
 // Prefill, chunked prefill, decode of few and of many requests, and a mix.
 std::vector<std::string> batches_of(const BenchArguments&);
@@ -44,6 +55,8 @@ std::vector<serve::BenchRequest> requests_of(const std::vector<serve::BatchItem>
 int print_bench(const BenchArguments&, const DeviceInfo&, int num_threads, const serve::Table&, const nlohmann::ordered_json&,
                 std::string_view notes);
 
+// Batches cut in two, whose halves run on two streams, beside the whole of each.
+int run_halves(const BenchArguments&, const DeviceInfo&, int num_threads, const std::vector<AttentionJob>&);
 // Layers of models in the steps that engines run, and the slowest of them.
 int run_zoo(const BenchArguments&, const DeviceInfo&);
 // --family short_conv, mla, and recurrent

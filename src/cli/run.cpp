@@ -18,7 +18,7 @@ struct RunArguments {
   std::string model, trace, q_dtype = "bf16", kv_dtype = "bf16", kv_memory, verify = "0", verify_last = "0", spec_acceptance = "70%",
                             report, json, pacing = "arrival";
   int64_t num_requests = 0;
-  int shrink = 1;
+  int shrink = 1, system_prompt = 0, image_every = 0, image_tokens = 256;
   serve::ReplayOptions replay;
   bool no_prefix_sharing = false, no_ceilings = false, quiet = false;
 };
@@ -55,6 +55,8 @@ int run_trace(RunArguments& o) {
   serve::Trace trace = serve::read_trace(o.trace);
   if (o.num_requests > 0 && o.num_requests < int64_t(trace.requests.size())) trace.requests.resize(size_t(o.num_requests));
   serve::shrink(trace, o.shrink);
+  serve::add_system_prompt(trace, o.system_prompt);
+  if (o.image_every > 0) serve::add_images(trace, o.image_every, o.image_tokens);
 
   serve::ReportContext context{IMBREX_VERSION, command_line(), utc_now(), {}};
   if (!o.no_ceilings) context.ceilings = serve::ceilings_of(device, r.num_threads, 1.5);
@@ -84,6 +86,11 @@ void add_run(CLI::App& app, Action& action) {
   sub->add_option("--trace", o->trace, "Mooncake JSONL, Azure CSV, or plain CSV/JSONL of arrival, input, output")->required();
   sub->add_option("--num-requests", o->num_requests, "Only the first N requests (0: all)")->check(CLI::NonNegativeNumber);
   sub->add_option("--shrink", o->shrink, "Divide all lengths of the trace, and its blocks of prefixes, by N")->capture_default_str();
+  sub->add_option("--shared-system-prompt", o->system_prompt, "Every request begins with the same N tokens, in front of its prompt")
+      ->check(CLI::NonNegativeNumber);
+  sub->add_option("--image-every", o->image_every, "Every N tokens of a prompt end with an image, whose tokens see each other (0: none)")
+      ->check(CLI::NonNegativeNumber);
+  sub->add_option("--image-tokens", o->image_tokens, "Tokens of an image")->check(CLI::PositiveNumber)->capture_default_str();
   sub->add_option("--device", r.device, "Where to run: cpu, cuda:0, or a device of a plug-in")->capture_default_str();
   sub->add_option("--layers", r.num_layers, "Only the model's first N layers (0: all)")->check(CLI::NonNegativeNumber);
   sub->add_option("--layers-of-kind", r.layers_of_kind, "Of these, the first N of each kind (0: all)")->check(CLI::NonNegativeNumber);
@@ -106,7 +113,7 @@ void add_run(CLI::App& app, Action& action) {
   sub->add_option("--rate-scale", r.rate_scale, "2: requests come twice as fast")->check(CLI::PositiveNumber)->capture_default_str();
   sub->add_option("--spec-tokens", r.drafts.tokens, "Speculative decoding: N drafts behind each token (0: none)")
       ->check(CLI::Range(0, serve::kMostDrafts));
-  sub->add_flag("--spec-tree", r.drafts.tree, "Drafts are a tree instead of a chain, of models whose layers all keep states");
+  sub->add_flag("--spec-tree", r.drafts.tree, "Drafts are a tree instead of a chain (not for latent attention)");
   sub->add_option("--spec-acceptance", o->spec_acceptance, "Chance of a draft to be kept behind one that is")->capture_default_str();
   sub->add_flag("--no-prefix-sharing", o->no_prefix_sharing, "Do not look for shared prefixes, and keep no states behind them");
   sub->add_flag("--skip-too-long", r.skip_too_long, "Leave out requests that the cache could never hold, instead of an error");
@@ -128,9 +135,11 @@ void add_run(CLI::App& app, Action& action) {
       "  imbrex run --model gpt-oss-20b --trace azure.csv --num-requests 1000 --kv-dtype fp8_e4m3 --kv-memory 2GiB\n"
       "  imbrex run --model llama-3.1-8b --trace azure.csv --device cuda:0 --pacing saturate --verify 0.1% --report out.html\n"
       "  imbrex run --model gemma-2-9b --trace trace.jsonl --pacing saturate --backend cpu_avx512 --json out.json\n"
+      "  imbrex run --model gemma-3-4b --trace azure.csv --layers 6 --image-every 1024 --image-tokens 256 --verify 0.1%\n"
       "  imbrex run --model lfm2-1.2b --trace trace.jsonl --verify 1%\n"
       "  imbrex run --model qwen3-next-80b-a3b --trace trace.jsonl --layers 4 --verify 0.1%\n"
       "  imbrex run --model nemotron-3-nano-30b-a3b --trace mooncake.jsonl --num-requests 200 --shrink 16 --layers-of-kind 2\n"
+      "  imbrex run --model qwen3-next-80b-a3b --trace trace.jsonl --layers-of-kind 1 --spec-tokens 6 --spec-tree --verify 0.1%\n"
       "  imbrex run --model falcon-mamba-7b --trace trace.jsonl --layers 2 --spec-tokens 6 --spec-tree --verify 0.1%\n\n"
       "Exit code 1 when a verified output differs from the reference.");
   sub->callback([o, &action] { action = [o] { return run_trace(*o); }; });

@@ -34,6 +34,13 @@ class AttentionLayers final : public KindOf<AttentionFamily> {
     return true;
   }
 
+  void update_kept(const Batch& batch) override { kept_plan_->update(batch, stream()); }
+
+  bool write_kept(size_t layer, const StepTensors& tensors) const override {
+    kept_plan_->write_kv(layers_[layer].inputs.kv, tensors.in[1], tensors.in[2], stream());
+    return true;
+  }
+
   void run(size_t layer, const StepTensors& tensors) const override {
     AttentionInputs inputs = layers_[layer].inputs;
     inputs.q = tensors.in[0];
@@ -80,11 +87,17 @@ class AttentionLayers final : public KindOf<AttentionFamily> {
     plan_ = same ? prefill.backend->plan(spec(), setup.device, setup.plan)
                  : plan_by_phase(*prefill.backend, *decode.backend, spec(), setup.device, setup.plan);
     if (setup.has_decode_plan) decode_plan_ = decode.backend->plan(spec(), setup.device, setup.decode_plan);
+    if (spec().mask.tree) {
+      PlanOptions writes = setup.plan;
+      writes.load_on_demand = true;  // its run() is never called
+      kept_plan_ = prefill.backend->plan(spec(), setup.device, writes);
+    }
     report_.backend = same ? std::string(prefill.backend->name()) : fmt::format("{} + {}", prefill.backend->name(), decode.backend->name());
     report_.rule = same ? prefill.rule : fmt::format("prefill: {}; decode: {}", prefill.rule, decode.rule);
     report_.selection = prefill.str();
   }
 
+  std::unique_ptr<AttentionPlan> kept_plan_;  // with trees of drafts: for write_kept()
   std::vector<Layer> layers_;
   float fp8_scale_ = kFp8Scale;
 };

@@ -24,7 +24,8 @@ std::pair<int64_t, int64_t> visible(const AttentionSpec& spec, int64_t p, int64_
   return {begin, std::max(begin, end)};
 }
 
-// Some queries of the timed batch itself: the last of a few requests and one in the middle, over all kv heads in turn.
+}  // namespace
+
 void check_outputs(const BackendOf<AttentionFamily>& backend, const BenchProblem& problem, const AttentionSpec& spec,
                    const std::vector<BenchRequest>& requests, BenchResult& result) {
   constexpr int kSamples = 4;
@@ -46,8 +47,6 @@ void check_outputs(const BackendOf<AttentionFamily>& backend, const BenchProblem
   }
 }
 
-}  // namespace
-
 Work work_of(const AttentionSpec& spec, const std::vector<BenchRequest>& requests) {
   double pairs = 0, keys = 0;
   for (const BenchRequest& r : requests) {
@@ -65,6 +64,10 @@ Work work_of(const AttentionSpec& spec, const std::vector<BenchRequest>& request
           .flops = pairs * spec.num_q_heads * 2.0 * (spec.head_dim_qk + spec.head_dim_v)};
 }
 
+bool goes_into_graph(const BenchOptions& options, int max_query_len) {
+  return options.launch == BenchLaunch::by_queries ? max_query_len <= kCapturedQueries : options.launch == BenchLaunch::graph;
+}
+
 BenchResult bench(const BackendOf<AttentionFamily>& backend, const AttentionSpec& spec, const DeviceInfo& device,
                   const std::vector<BenchRequest>& requests, const BenchOptions& options) {
   BenchResult result{work_of(spec, requests)};
@@ -76,9 +79,7 @@ BenchResult bench(const BackendOf<AttentionFamily>& backend, const AttentionSpec
   plan_options.limits = problem.limits();
   plan_options.threads = options.threads;
   plan_options.out_dtype = problem.outputs().out.dtype;
-  const bool captured = options.launch == BenchLaunch::by_queries ? plan_options.limits.max_query_len <= kCapturedQueries
-                                                                  : options.launch == BenchLaunch::graph;
-  result.captured = stream->asynchronous() && captured;
+  result.captured = stream->asynchronous() && goes_into_graph(options, plan_options.limits.max_query_len);
   const auto plan = backend.plan(spec, device, plan_options);
   result.plan_s = best_seconds([&] { plan->update(problem.batch(), stream->get()); });
   result.plan = plan->str();

@@ -35,6 +35,9 @@ struct BenchOptions : TimingOptions {
   ParallelFor threads;
 };
 
+// Whether calls on a GPU are part of a graph, for batches of at most so many queries a request.
+bool goes_into_graph(const BenchOptions&, int max_query_len);
+
 struct BenchResult : Work, Timing {
   double plan_s = 0;         // AttentionPlan::update, best
   int64_t cache_bytes = 0;   // of one copy

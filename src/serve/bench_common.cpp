@@ -8,11 +8,10 @@
 #include "serve/timer.h"
 
 namespace imbrex::serve {
-namespace {
 
 // The 95 % interval of a median is about 1.25 * 1.96 standard errors wide; the spread comes from the quartiles, which outliers
 // do not move.
-Timing summary(std::vector<double>& times) {
+Timing summary_of(std::vector<double> times) {
   Timing result;
   std::sort(times.begin(), times.end());
   const size_t n = times.size();
@@ -23,6 +22,8 @@ Timing summary(std::vector<double>& times) {
   result.noise = 1.25 * 1.96 * spread / std::sqrt(double(n)) / result.median_s;
   return result;
 }
+
+namespace {
 
 // Until the median is known. A sample is long enough that reading the clock does not matter.
 Timing time_on_cpu(const std::function<void()>& run, const TimingOptions& options) {
@@ -41,7 +42,7 @@ Timing time_on_cpu(const std::function<void()>& run, const TimingOptions& option
     times.push_back(sample());
     const double elapsed = timer.elapsed();
     if (int(times.size()) < options.min_samples && elapsed < options.max_seconds) continue;
-    const Timing result = summary(times);
+    const Timing result = summary_of(times);
     if ((elapsed >= options.min_seconds && result.noise <= options.target_noise) || elapsed >= options.max_seconds) return result;
   }
 }
@@ -78,7 +79,7 @@ Timing time_on_gpu(const std::function<void()>& run, DeviceStream& stream, bool 
     }
     for (size_t i = 0; i < calls; ++i) times.push_back(stream.seconds(2 * i, 2 * i + 1));
   }
-  return summary(times);
+  return summary_of(times);
 }
 
 }  // namespace

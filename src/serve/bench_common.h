@@ -2,6 +2,7 @@
 // What the benchmarks of all families share: batches, the timing of calls, and the ceilings that rates are compared with.
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 #include "imbrex/device_stream.h"
 #include "serve/ceilings.h"
@@ -25,6 +26,7 @@ struct Timing {
   int samples = 0;
 };
 
+Timing summary_of(std::vector<double> times);  // of samples, in any order
 // Times calls that take turns at `rotation` sets of tensors. On a GPU they are `captured` into one graph, in whole rotations, or run back
 // to back.
 Timing time_calls(const std::function<void()>& run, DeviceStream&, bool captured, int rotation, const TimingOptions&);

@@ -72,4 +72,9 @@ class BenchProblem {
   Batch batch_;
 };
 
+// Compares some queries of the batch, as run() left them, with the reference: the last of a few requests and one in the middle, over all kv
+// heads in turn. Error bench.check
+void check_outputs(const BackendOf<AttentionFamily>&, const BenchProblem&, const AttentionSpec&, const std::vector<BenchRequest>&,
+                   BenchResult&);
+
 }  // namespace imbrex::serve

@@ -57,6 +57,10 @@ class LayerKind {
   // Layers are counted within the kind. Their group's memory must be there before the first run().
   virtual void place_cache(size_t layer, const GroupCache&, int layer_of_group) = 0;
   void update(const Batch&, bool decode);
+  // With trees of drafts: takes StepPlan::kept_batch() of the step, and writes the keys and values of kept paths once more, where they are
+  // to stay, behind run(). Layers with states have nothing to move.
+  virtual void update_kept(const Batch&) {}
+  virtual bool write_kept(size_t /*layer*/, const StepTensors&) const { return false; }
   // Prompts may be cut into steps at multiples of so many of a request's tokens without changing a bit; 0: nowhere.
   virtual int step_tokens() const { return 1; }
   bool capturable() const { return plan_now().capturable(); }  // into a graph of this step's plan

@@ -40,7 +40,7 @@ class Replay {
     const bool on_cpu = device_.device.type == DeviceType::cpu;
     if (on_cpu) device_.num_workers = threads_.num_threads();
     std::string note;
-    model_ = deploy_model(model, options, device_, note);
+    model_ = deploy_model(model, has_images(trace), options, device_, note);
     result_.notes = model_.notes;
     if (!note.empty()) result_.notes.push_back(note);
     if (!on_cpu) result_.notes.push_back("times of the device are its own clock's; KV writes are counted as attention");
@@ -139,6 +139,7 @@ void Replay::make_scheduler() {
     result_.notes.push_back("no state is kept behind a prefix: the trace does not say which prompts begin alike");
   if (sizes_.num_slots > 0) o.state_unit = std::lcm(options_.block_size, runner_->step_tokens());
   o.drafts = options_.drafts;
+  o.images = has_images(trace_);
   o.seed = options_.seed;
   scheduler_ = std::make_unique<Scheduler>(model_, std::move(o));
   const double begin = trace_.requests.empty() ? 0 : trace_.requests.front().arrival_s;

@@ -38,7 +38,7 @@ struct ReplayOptions {
   int max_num_seqs = 128;
   bool prefix_sharing = true;  // of models that keep states where the trace has prefixes
   Pacing pacing = Pacing::arrival;
-  DraftOptions drafts;      // speculative decoding; trees only where no layer has pages: their masks are not made
+  DraftOptions drafts;      // speculative decoding; no trees for latent attention
   double rate_scale = 1.0;  // with Pacing::arrival: 2 means that requests come twice as fast
   double fixed_step_s = 0;  // > 0: every step takes this long on the replay's clock (for repeatable schedules); 0: measured
 

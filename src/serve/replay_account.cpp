@@ -32,9 +32,16 @@ struct Seen {
 };
 
 Seen seen_by(const StepPlan& plan, int request, const Mask& mask) {
-  const int begin = plan.first_positions[size_t(request)], end = plan.seq_lens[size_t(request)];
-  Seen seen{.keys = end - first_visible_key(mask, begin)};
-  for (int p = begin; p < end; ++p) seen.pairs += p + 1 - first_visible_key(mask, p);
+  const int queries = plan.query_start_loc[size_t(request) + 1] - plan.query_start_loc[size_t(request)];
+  Seen seen;
+  int64_t first = plan.seq_lens[size_t(request)];
+  for (int query = 0; query < queries; ++query) {
+    const int p = plan.position(request, query);
+    const int64_t first_of_query = first_visible_key(mask, p);
+    seen.pairs += p + 1 - first_of_query;
+    first = std::min(first, first_of_query);
+  }
+  seen.keys = plan.seq_lens[size_t(request)] - first;
   return seen;
 }
 

@@ -92,7 +92,7 @@ void check_options(const ReplayOptions& o) {
   check(o.max_series_points >= 2, "replay.max_series_points", "max_series_points must be >= 2, is {}", o.max_series_points);
 }
 
-ModelSpec deploy_model(const ModelSpec& model, const ReplayOptions& options, const DeviceInfo& device, std::string& note) {
+ModelSpec deploy_model(const ModelSpec& model, bool images, const ReplayOptions& options, const DeviceInfo& device, std::string& note) {
   check(!model.layers.empty(), "replay.model.layers", "{} has no layers", model.name);
   for (const ModelLayer& layer : model.layers) {
     const std::optional<AttentionSpec> spec = paged_attention(layer.spec);
@@ -127,9 +127,17 @@ ModelSpec deploy_model(const ModelSpec& model, const ReplayOptions& options, con
   }
 
   for (ModelLayer& layer : part.layers) {
-    const bool pages = paged_attention(layer.spec).has_value();
-    check(!pages || !options.drafts.tree, "replay.drafts.tree", "{}: expected layers with states alone for trees of drafts, {} has pages",
-          part.name, layer.name);
+    if (options.drafts.tree) {
+      check(!std::holds_alternative<MlaSpec>(layer.spec), "replay.drafts.tree",
+            "{}: expected layers that take trees of drafts, {} is latent attention, which takes chains", part.name, layer.name);
+      check(!paged_attention(layer.spec) || options.drafts.tokens < kMostTreeTokens, "replay.drafts.tree",
+            "{}: expected at most {} drafts, which are a tree with the token in front of them in {}, got {}", part.name,
+            kMostTreeTokens - 1, layer.name, options.drafts.tokens);
+    }
+    check(!images || !options.drafts.tree, "replay.drafts.tree", "expected chains of drafts for requests with images, got trees");
+    if (auto* const attention = std::get_if<AttentionSpec>(&layer.spec)) attention->mask.tree = options.drafts.tree;
+    if (auto* const attention = std::get_if<AttentionSpec>(&layer.spec)) attention->mask.positions = images;
+    if (auto* const latent = std::get_if<MlaSpec>(&layer.spec)) latent->mask.positions = images;
     const auto set = [&](auto& spec) { spec.num_drafts = options.drafts.tokens, spec.tree_drafts = options.drafts.tree; };
     if (auto* const recurrent = std::get_if<RecurrentSpec>(&layer.spec)) set(*recurrent);
     if (auto* const conv = std::get_if<ShortConvSpec>(&layer.spec)) set(*conv);
@@ -160,7 +168,10 @@ int64_t longest_request(const Trace& trace) {
   return longest;
 }
 
-bool keeps_states(const Trace& trace, const ReplayOptions& options) { return options.prefix_sharing && trace.prefix_block > 0; }
+bool keeps_states(const Trace& trace, const ReplayOptions& options) {
+  const bool alike = std::ranges::any_of(trace.requests, [](const TraceRequest& r) { return r.system_tokens > 0; });
+  return options.prefix_sharing && (trace.prefix_block > 0 || alike);
+}
 
 CacheSizes cache_sizes(const ModelSpec& model, const Trace& trace, const ReplayOptions& options, int64_t memory) {
   const size_t num_groups = model.cache_groups.size();

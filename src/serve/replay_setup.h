@@ -13,8 +13,9 @@ namespace imbrex::serve {
 void check_options(const ReplayOptions&);  // Error replay.* for values out of range
 
 // The first layers of the model in the formats of the options. Error replay.model.* for layers of attention that are not a
-// decoder's self-attention. `note` says why the cache format was chosen where the options left it open.
-ModelSpec deploy_model(const ModelSpec&, const ReplayOptions&, const DeviceInfo&, std::string& note);
+// decoder's self-attention. `images`: of requests, for which layers of attention are told positions. `note` says why the cache format was
+// chosen where the options left it open.
+ModelSpec deploy_model(const ModelSpec&, bool images, const ReplayOptions&, const DeviceInfo&, std::string& note);
 
 struct CacheSizes {
   std::vector<int> num_blocks;  // of each of the model's cache groups; 0: it is of states

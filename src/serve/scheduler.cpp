@@ -48,8 +48,6 @@ Scheduler::Scheduler(const ModelSpec& model, SchedulerOptions options) : options
     imbrex::check(!options_.prefix_sharing || (options_.state_unit >= block_size_ && options_.state_unit % block_size_ == 0),
                   "scheduler.state_unit", "state_unit must be a multiple of block_size {}, is {}", block_size_, options_.state_unit);
   }
-  imbrex::check(!options_.drafts.tree || groups_.empty(), "scheduler.drafts.tree",
-                "trees of drafts need a model whose layers all keep states, {} has pages", model.name);
   pools_.assign(model.cache_groups.size(), slots_.get());
   for (const Group& group : groups_) pools_[size_t(group.index)] = &group.pool;
 }
@@ -79,9 +77,17 @@ std::string Scheduler::too_long(const TraceRequest& request) const {
 void Scheduler::add(const TraceRequest& request, int id, double arrival_s) {
   imbrex::check(request.input_length >= 1 && request.output_length >= 1, "scheduler.request.length",
                 "request {}: input and output must be >= 1, are {} and {}", id, request.input_length, request.output_length);
-  imbrex::check(options_.prefix_block == 0 || request.prefix_ids.size() == size_t(blocks_of(request.input_length, options_.prefix_block)),
-                "scheduler.request.prefix_ids", "request {}: {} input tokens need {} prefix ids, got {}", id, request.input_length,
-                options_.prefix_block == 0 ? 0 : blocks_of(request.input_length, options_.prefix_block), request.prefix_ids.size());
+  const int with_ids = request.input_length - request.system_tokens;
+  const int ids = options_.prefix_block == 0 ? 0 : blocks_of(with_ids, options_.prefix_block);
+  imbrex::check(options_.prefix_block == 0 || request.prefix_ids.size() == size_t(ids), "scheduler.request.prefix_ids",
+                "request {}: {} input tokens need {} prefix ids, got {}", id, with_ids, ids, request.prefix_ids.size());
+  for (const TokenSpan& image : request.images) {
+    imbrex::check(options_.images && image.begin >= 0 && image.begin < image.end && image.end <= request.input_length &&
+                      image.end - image.begin <= options_.max_num_batched_tokens,
+                  "scheduler.request.images",
+                  "request {}: expected images in its {} input tokens, of at most {} tokens that a step may have, got [{}, {})", id,
+                  request.input_length, options_.images ? options_.max_num_batched_tokens : 0, image.begin, image.end);
+  }
   imbrex::check(arrival_s >= last_arrival_, "scheduler.request.order", "request {}: arrival must be >= {} s, is {} s", id, last_arrival_,
                 arrival_s);
   const std::string reason = too_long(request);
@@ -266,7 +272,7 @@ void Scheduler::write_plan(StepPlan& out) {
   const size_t max_seqs = size_t(options_.max_num_seqs);
   if (out.owner != identity_) {
     out.owner = identity_;
-    out.stride = blocks_of(options_.max_seq_len, block_size_);
+    out.stride = blocks_of(int64_t(options_.max_seq_len) + options_.drafts.tokens, block_size_);  // a tree may end behind the request
     out.groups.assign(pools_.size(), {});
     for (const Group& of_pages : groups_) {
       StepPlan::Group& group = out.groups[size_t(of_pages.index)];
@@ -276,11 +282,12 @@ void Scheduler::write_plan(StepPlan& out) {
   }
   out.query_start_loc.assign(1, 0);
   for (auto* array : {&out.seq_lens, &out.request_ids, &out.first_positions, &out.fresh_from, &out.state_slots, &out.source_slots,
-                      &out.num_drafts, &out.accepted_drafts, &out.draft_parents})
+                      &out.num_drafts, &out.accepted_drafts, &out.draft_parents, &out.positions})
     array->clear();
   out.drafts.clear();
   out.makes_token.clear();
-  for (StepPlan::Group& group : out.groups) group.slot_mapping.clear();
+  for (StepPlan::Group& group : out.groups) group.slot_mapping.clear(), group.kept_slots.clear();
+  out.moves = false;
 
   for (const bool decode : {true, false}) {
     for (const auto& request : running_) {
@@ -297,6 +304,7 @@ void Scheduler::write_plan(StepPlan& out) {
       const std::vector<int32_t>& source = r.source.empty() ? r.slot : r.source;
       out.state_slots.insert(out.state_slots.end(), r.slot.begin(), r.slot.end());
       out.source_slots.insert(out.source_slots.end(), source.begin(), source.end());
+      for (int p = r.computed; options_.images && p < end; ++p) out.positions.push_back(last_seen(*r.trace, p));
       if (options_.drafts.tokens > 0) {
         const int certain = r.scheduled - r.drafts.count();
         out.drafts.push_back(r.drafts);
@@ -313,6 +321,15 @@ void Scheduler::write_plan(StepPlan& out) {
                   group.block_table.begin() + int64_t(row) * out.stride + int64_t(up_to_date.filled));
         up_to_date.filled = blocks.size();
         append_slots(blocks, block_size_, r.computed, end, group.slot_mapping);
+        if (!options_.drafts.tree) continue;
+        group.kept_slots.resize(group.slot_mapping.size(), -1);
+        const auto first_draft = int64_t(group.slot_mapping.size()) - r.drafts.count();
+        for (size_t depth = 0; depth < r.drafts.kept.size(); ++depth) {
+          if (const int draft = r.drafts.kept[depth]; draft != int(depth)) {
+            group.kept_slots[size_t(first_draft + draft)] = group.slot_mapping[size_t(first_draft) + depth];
+            out.moves = true;
+          }
+        }
       }
     }
   }

@@ -30,7 +30,8 @@ struct SchedulerOptions {
   int prefix_block = 0;         // Trace::prefix_block
   bool prefix_sharing = true;
   int state_unit = 0;   // states of prefixes are kept at multiples of so many tokens, a multiple of block_size; with prefix_sharing
-  DraftOptions drafts;  // of requests that make tokens; trees need a model whose layers all keep states
+  DraftOptions drafts;  // of requests that make tokens
+  bool images = false;  // requests may have some: steps say the positions of queries (StepPlan::positions), and do not end within an image
   uint64_t seed = 1;
 };
 
@@ -89,6 +90,7 @@ class Scheduler {
   int find_hit(Request&, int tokens) const;
   void take_slot(Request&, int hit);
   int last_kept(const Request&) const;
+  int place_of_state(const Request&, int tokens) const;
   int next_tokens(const Request&, int budget) const;
   void add_drafts(Request&, int budget) const;
   bool reserve(Request&, int tokens);

@@ -48,7 +48,7 @@ int Scheduler::find_pages(const Request& r, int hit) const {
 int Scheduler::find_hit(Request& r, int tokens) const {
   int hit = find_pages(r, (tokens - 1) / block_size_);  // one token must be computed
   if (!slots_) return hit;
-  r.branch = groups_.empty() ? 0 : hit * block_size_ / options_.state_unit * options_.state_unit;
+  r.branch = groups_.empty() ? 0 : place_of_state(r, hit * block_size_);
   for (int before = -1; hit > 0 && hit != before;) {
     while (hit > 0 && slots_->peek(std::span(r.hashes).subspan(size_t(hit - 1), 1)) == 0) --hit;
     before = hit;
@@ -76,9 +76,20 @@ void Scheduler::take_slot(Request& r, int hit) {
   r.slot.assign(1, *own);
 }
 
-int Scheduler::last_kept(const Request& r) const { return (r.trace->input_length - 1) / options_.state_unit * options_.state_unit; }
+// The last multiple of state_unit within so many tokens that is not within an image, since steps do not end there.
+int Scheduler::place_of_state(const Request& r, int tokens) const {
+  for (;;) {
+    const int place = tokens / options_.state_unit * options_.state_unit;
+    const TokenSpan* const image = image_at(*r.trace, place);
+    if (image == nullptr || image->begin == place) return place;
+    tokens = image->begin;
+  }
+}
 
-// The tokens of a request's next step, at most so many. A step ends where a state is to be kept.
+int Scheduler::last_kept(const Request& r) const { return place_of_state(r, r.trace->input_length - 1); }
+
+// The tokens of a request's next step, at most so many. A step ends where a state is to be kept, and not within an image: where one does
+// not fit, the step ends in front of it, so that the request may have to wait for a step with more room.
 int Scheduler::next_tokens(const Request& r, int budget) const {
   const int end = r.computed + std::min(r.remaining(), budget);
   int stop = end;
@@ -86,6 +97,8 @@ int Scheduler::next_tokens(const Request& r, int budget) const {
     for (const int kept : {r.branch, last_kept(r)})
       if (kept > r.computed) stop = std::min(stop, kept);
   }
+  const TokenSpan* const image = image_at(*r.trace, stop);
+  if (image != nullptr && image->begin < stop) stop = std::max(r.computed, image->begin);
   return stop - r.computed;
 }
 

@@ -7,15 +7,30 @@ namespace imbrex::serve {
 
 namespace {
 
-constexpr uint64_t kSharedToken = 1, kOwnToken = 2;  // domains of token_id
+enum Domain : uint64_t { kSharedToken = 1, kOwnToken, kSystemToken, kImageToken };  // of token_id
+
+uint64_t id_of_text(uint64_t seed, const TraceRequest& request, int prefix_block, int id, int position) {
+  if (position < request.system_tokens) return hash_numbers(seed, kSystemToken, uint64_t(position));
+  const int behind = position - request.system_tokens;
+  if (position < request.input_length && prefix_block > 0) {
+    return hash_numbers(seed, kSharedToken, request.prefix_ids[size_t(behind / prefix_block)], uint64_t(behind % prefix_block));
+  }
+  return hash_numbers(seed, kOwnToken, uint64_t(id), uint64_t(position));
+}
 
 }  // namespace
 
 uint64_t token_id(uint64_t seed, const TraceRequest& request, int prefix_block, int id, int position) {
-  if (position < request.input_length && prefix_block > 0) {
-    return hash_numbers(seed, kSharedToken, request.prefix_ids[size_t(position / prefix_block)], uint64_t(position % prefix_block));
-  }
-  return hash_numbers(seed, kOwnToken, uint64_t(id), uint64_t(position));
+  const uint64_t text = id_of_text(seed, request, prefix_block, id, position);
+  const TokenSpan* const image = image_at(request, position);  // what its tokens are depends on all of it
+  return image == nullptr ? text : hash_numbers(text, kImageToken, uint64_t(image->begin), uint64_t(image->end));
+}
+
+int StepPlan::position(int request, int query) const {
+  const auto r = size_t(request);
+  if (!positions.empty()) return positions[size_t(query_start_loc[r] + query)];
+  const int certain = certain_tokens(request);
+  return first_positions[r] + (query < certain ? query : certain - 1 + drafts[r].depths[size_t(query - certain)]);
 }
 
 bool StepPlan::decodes_only() const {
@@ -37,7 +52,15 @@ Batch StepPlan::batch(int group) const {
   }
   batch.block_table = TensorView::contiguous(const_cast<int32_t*>(g.block_table.data()), DType::i32, {num_reqs(), stride});
   batch.slot_mapping = TensorView::contiguous(const_cast<int64_t*>(g.slot_mapping.data()), DType::i64, {num_tokens()});
+  batch.positions = positions;
+  if (!draft_parents.empty()) batch.num_drafts = num_drafts, batch.draft_parents = draft_parents;
   return batch;
+}
+
+Batch StepPlan::kept_batch(int group) const {
+  Batch kept = batch(group);
+  kept.slot_mapping.data = const_cast<int64_t*>(groups[size_t(group)].kept_slots.data());
+  return kept;
 }
 
 }  // namespace imbrex::serve

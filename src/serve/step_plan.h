@@ -22,6 +22,7 @@ struct StepPlan {
     };
     std::vector<int32_t> block_table;   // [max_num_seqs, stride]; entries before a window are valid ids that nobody reads
     std::vector<int64_t> slot_mapping;  // [num_tokens]
+    std::vector<int64_t> kept_slots;    // [num_tokens]: where a draft that is kept has its key from then on, if not where it is; else -1
     std::vector<Row> rows;              // [max_num_seqs]
   };
   std::vector<int32_t> query_start_loc;  // [num_reqs + 1]
@@ -34,8 +35,10 @@ struct StepPlan {
   std::vector<int32_t> source_slots;     // [num_reqs], where each reads what it has of the past: its own, or one that is kept of a prefix
   std::vector<Drafts> drafts;            // [num_reqs], behind a request's last certain token; empty: none are made
   std::vector<int32_t> num_drafts, accepted_drafts, draft_parents;  // the same as Batch has it, with the drafts of the step before
+  std::vector<int32_t> positions;                                   // [num_tokens], as Batch has them; empty: no request has images
   std::vector<Group> groups;                                        // per cache group
   int64_t stride = 0;                                               // entries of a block table row
+  bool moves = false;                                               // kept_slots has a slot of any draft
   uint64_t owner = 0;                                               // the scheduler that keeps the rows up to date; 0: none yet
 
   int num_reqs() const { return int(seq_lens.size()); }
@@ -43,8 +46,12 @@ struct StepPlan {
   int certain_tokens(int request) const {  // of the step
     return query_start_loc[size_t(request) + 1] - query_start_loc[size_t(request)] - (drafts.empty() ? 0 : drafts[size_t(request)].count());
   }
-  bool decodes_only() const;     // every request has one certain token
-  Batch batch(int group) const;  // views of this plan
+  int position(int request, int query) const;  // that the mask goes by
+  bool decodes_only() const;                   // every request has one certain token
+  Batch batch(int group) const;                // views of this plan
+  // The same of a group of pages with kept_slots in place of slot_mapping: writing the step's keys and values once more moves those of
+  // paths that are kept together. Only where `moves`.
+  Batch kept_batch(int group) const;
 };
 
 }  // namespace imbrex::serve

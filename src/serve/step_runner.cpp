@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "core/run_parallel.h"
+#include "model/groups.h"
 
 namespace imbrex::serve {
 
@@ -159,9 +160,11 @@ void StepRunner::make_tokens(int first, int end, std::span<const uint64_t> keys)
 
 void StepRunner::update(const StepPlan& step) {
   decode_ = stream_->asynchronous() && step.decodes_only();
+  moves_ = step.moves;
   size_t from = mark();
   for (size_t i = 0; i < kinds_.size(); ++i) {
     kinds_[i]->update(step.batch(kinds_[i]->group()), decode_);
+    if (step.moves && paged_attention(kinds_[i]->spec())) kinds_[i]->update_kept(step.kept_batch(kinds_[i]->group()));
     const size_t to = mark();
     spans_.push_back({i, from, to, &KindTimes::plan_s});
     from = to;
@@ -209,6 +212,10 @@ void StepRunner::run(int first, int end) {
       }
     }
     until_here(layer, &KindTimes::run_s);
+    bool moved = false;
+    for (int of_kind = layer; moves_ && of_kind < next; ++of_kind)
+      moved |= kind_of(of_kind).write_kept(layers_[size_t(of_kind)].of_kind, tensors(of_kind, num_tokens_));
+    if (moved) until_here(layer, &KindTimes::kv_write_s);
   }
   stream_->synchronize();  // what follows is not part of the step
 }

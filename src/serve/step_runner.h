@@ -51,7 +51,7 @@ class StepRunner {
   int window() const { return window_; }
   void make_tokens(int first, int end, std::span<const uint64_t> keys);  // inputs of layers [first, end), a window at most
   void update(const StepPlan&);
-  void run(int first, int end);  // writes keys and values, and runs the layers
+  void run(int first, int end);  // writes keys and values, runs the layers, and moves keys of kept drafts
   // Outputs of those layers, [out_length] a row; `wanted` is sorted by layer. They stay until the next call.
   std::span<const uint16_t* const> fetch(std::span<const WantedRow> wanted);
   // A copy of what a target checks of the state in a slot, part by part; empty where it checks none.
@@ -100,6 +100,7 @@ class StepRunner {
   int64_t num_tokens_ = 0;      // of the step
   int64_t graph_tokens_ = 0;    // that a decode step has at most
   bool decode_ = false;         // the step is one for plans of decode
+  bool moves_ = false;          // StepPlan::moves
 
   // The offsets of rows in the pool or in an output: made on the host, used on the device.
   std::shared_ptr<void> host_offsets_;

@@ -5,6 +5,7 @@
 #include <charconv>
 #include <cmath>
 #include <filesystem>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -306,6 +307,37 @@ void shrink(Trace& trace, int factor) {
   for (TraceRequest& r : trace.requests) r.input_length = part(r.input_length), r.output_length = part(r.output_length);
   trace.prefix_block /= factor;
   if (factor > 1) trace.source += fmt::format(" with lengths divided by {}", factor);
+}
+
+void add_system_prompt(Trace& trace, int tokens) {
+  constexpr int kMost = 1 << 24;
+  check(tokens >= 0 && tokens <= kMost, "trace.system_prompt", "expected 0 to {} tokens, got {}", kMost, tokens);
+  for (TraceRequest& r : trace.requests) r.input_length += tokens, r.system_tokens += tokens;
+  if (tokens > 0) trace.source += fmt::format(" behind a system prompt of {} tokens", tokens);
+}
+
+void add_images(Trace& trace, int every, int tokens) {
+  check(every >= 1 && tokens >= 1 && tokens <= every, "trace.images", "expected images of 1 to {} tokens in every {}, got {}", every, every,
+        tokens);
+  for (TraceRequest& r : trace.requests) {
+    for (int64_t end = int64_t(r.system_tokens) + every; end <= r.input_length; end += every)
+      r.images.push_back({int(end) - tokens, int(end)});
+  }
+  trace.source += fmt::format(" with an image of {} tokens in every {}", tokens, every);
+}
+
+bool has_images(const Trace& trace) {
+  return std::ranges::any_of(trace.requests, [](const auto& r) { return !r.images.empty(); });
+}
+
+const TokenSpan* image_at(const TraceRequest& request, int position) {
+  const auto next = std::ranges::upper_bound(request.images, position, {}, &TokenSpan::begin);
+  return next != request.images.begin() && position < std::prev(next)->end ? &*std::prev(next) : nullptr;
+}
+
+int last_seen(const TraceRequest& request, int position) {
+  const TokenSpan* const image = image_at(request, position);
+  return image != nullptr ? image->end - 1 : position;
 }
 
 Trace read_trace(const std::string& path, const TraceLimits& limits) {

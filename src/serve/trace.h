@@ -7,11 +7,19 @@
 
 namespace imbrex::serve {
 
+// Tokens of a prompt that see each other whatever their order, as those of an image do in models such as Gemma 3.
+struct TokenSpan {
+  int begin = 0, end = 0;
+  friend bool operator==(const TokenSpan&, const TokenSpan&) = default;
+};
+
 struct TraceRequest {
   double arrival_s = 0;              // seconds after the first request of the trace, or after its own zero; never decreasing
   int input_length = 0;              // tokens, >= 1
   int output_length = 0;             // tokens, >= 1
   std::vector<uint64_t> prefix_ids;  // one per Trace::prefix_block input tokens, the last one partly used; equal leading ids: shared prefix
+  int system_tokens = 0;             // of the prompt's first tokens, which all requests have in common; prefix ids are of those behind them
+  std::vector<TokenSpan> images;     // in order, within the prompt
 };
 
 struct Trace {
@@ -44,5 +52,17 @@ constexpr int kMooncakeBlock = 512;
 // requests share what they shared; the source says so. Error trace.shrink for a factor that is not 1 or more, or that does not divide the
 // block.
 void shrink(Trace&, int factor);
+
+// The same requests with so many tokens in front of each prompt, the same ones for all; the source says so. Error trace.system_prompt
+void add_system_prompt(Trace&, int tokens);
+
+// The same requests with images: of each `every` tokens of a prompt behind its system prompt the last `tokens` are one. The source says so.
+// Error trace.images for numbers below 1, or images longer than what they are in.
+void add_images(Trace&, int every, int tokens);
+bool has_images(const Trace&);
+// The image that a token is of; null: it is of none.
+const TokenSpan* image_at(const TraceRequest&, int position);
+// The position of the last token of the prompt that a token sees: its own, or that of its image's last one.
+int last_seen(const TraceRequest&, int position);
 
 }  // namespace imbrex::serve

@@ -36,6 +36,7 @@ AttentionSpec head_spec(const AttentionSpec& spec) {
   head.head_dim_v = spec.head_dim_v + noise_columns(spec);
   head.kv_format = KvFormat::strided;
   head.block_size = 0;
+  head.mask.tree = head.mask.positions = false;  // keys are those of the query's path, one after the other
   return head;
 }
 
@@ -109,19 +110,23 @@ void Verifier::check_spec(const LayerSpec& layer) {
         spec.head_dim_v);
 }
 
+int Verifier::last_key_of(const VerifySample& sample) { return last_seen(*sample.trace, sample.position); }
+
 uint64_t Verifier::key_of(const VerifySample& sample, int position) const {
   const int certain = sample.position + 1 - int(sample.drafts.size());
-  if (position >= certain) return sample.drafts[size_t(position - certain)];
+  if (!sample.drafts.empty() && position >= certain) return sample.drafts[size_t(position - certain)];
   return token_key(token_id(seed_, *sample.trace, prefix_block_, sample.request, position), position);
 }
 
 Verifier::Outcome Verifier::recompute(const VerifySample& sample, const AttentionTarget& target, Worker& w) const {
   const AttentionSpec& spec = *target.spec;
   const int group = spec.group_size(), dim_qk = spec.head_dim_qk, dim_v = spec.head_dim_v, noise = noise_columns(spec);
-  // Keys that the mask hides are left out; a multiple of the chunk, so that positions keep their chunk.
-  int first = int(first_visible_key(spec.mask, sample.position));
+  // The query has the position of the last token that it sees, as if it came there. Keys that the mask hides are left out; a multiple of
+  // the chunk, so that positions keep their chunk.
+  const int last = last_key_of(sample);
+  int first = int(first_visible_key(spec.mask, last));
   if (spec.mask.chunk > 0) first = first / spec.mask.chunk * spec.mask.chunk;
-  const int keys = sample.position + 1 - first;
+  const int keys = last + 1 - first;
 
   const size_t size = size_t(size_of(kv_dtype_)), k_bytes = size * size_t(dim_qk), v_bytes = size * size_t(dim_v);
   const size_t noise_bytes = size * size_t(noise);
@@ -135,7 +140,7 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const Attentio
   }
   const Side side_of_values = codec_of(spec).values_in_keys ? Side::k : Side::v;
   char *k = w.k.data(), *v = w.v.data();
-  for (int j = first; j <= sample.position; ++j, k += k_bytes, v += v_bytes + noise_bytes) {
+  for (int j = first; j <= last; ++j, k += k_bytes, v += v_bytes + noise_bytes) {
     const uint64_t key = key_of(sample, j);
     const size_t from_k = size_t(synthetic_.offset(Side::k, sample.layer, target.kv_head, key)) * size;
     const size_t from_v = size_t(synthetic_.offset(side_of_values, sample.layer, target.kv_head, key)) * size;
@@ -166,9 +171,10 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const MlaTarge
   const MlaSpec& spec = *target.spec;
   const MlaParameters& parameters = *target.parameters;
   const int rank = spec.kv_lora_rank, nope = spec.qk_nope_dim, dim_v = spec.v_dim, latent = spec.latent_dim();
-  const int first = int(first_visible_key(spec.mask, sample.position)), keys = sample.position + 1 - first;
+  const int last = last_key_of(sample), first = int(first_visible_key(spec.mask, last)), keys = last + 1 - first;
   HeadCall call{.spec = spec.latent_spec(), .keys = keys};
   call.spec.num_q_heads = 1, call.spec.kv_format = KvFormat::strided, call.spec.block_size = 0;
+  call.spec.mask.positions = false;
   call.spec.q_dtype = call.spec.kv_dtype = DType::f32;
   if (spec.sinks)
     call.parameters.sinks = TensorView::contiguous(const_cast<float*>(parameters.sinks.data()) + target.head, DType::f32, {1});

@@ -122,6 +122,7 @@ class Verifier {
   static void compare(const uint16_t* actual, std::span<const double> expected, double root, int head, Outcome&);
   static void attend(const HeadCall&, Worker&);
   uint64_t key_of(const VerifySample&, int position) const;
+  static int last_key_of(const VerifySample&);  // its position, or that of the last token of its image
 
   const Synthetic& synthetic_;
   uint64_t seed_;

@@ -1,5 +1,5 @@
 // The bench on a GPU: what it checks and times, and how calls rotate over caches. On the fake driver, whose marks are 1.5 ms apart.
-#include "serve/bench.h"
+#include "serve/bench_halves.h"
 
 #include <gtest/gtest.h>
 
@@ -109,6 +109,28 @@ TEST_F(GpuBench, NothingIsTimedThatIsWrong) {
   options.kv_copies = 1;
   spoil = true;
   EXPECT_EQ(test::error_code([&] { run(spec, {{1, 40}}); }), "bench.check");
+}
+
+// The halves of a batch are given to two streams, from a graph of each where calls are short.
+TEST_F(GpuBench, HalvesRunOnTwoStreams) {
+  fake::run_on_host(spec);
+  options.kv_copies = 2;
+  const auto halves = [&](const std::vector<BenchRequest>& requests) {
+    fake::state().launches.clear();
+    return bench_halves(*find_backend("cuda_sm80"), spec, probe_cuda().at(0), requests, options);
+  };
+  const HalvesResult r = halves({{1, 40}, {1, 33}, {1, 20}, {1, 20}});
+  EXPECT_EQ(r.cut, 2);
+  EXPECT_TRUE(r.captured);
+  EXPECT_EQ(r.different, 0);
+  for (const Timing& time : {r.whole, r.in_turn, r.together}) EXPECT_GT(time.median_s, 0);
+  const HalvesResult prompt = halves({{40, 50}});
+  EXPECT_FALSE(prompt.captured);
+  EXPECT_TRUE(prompt.through_request);
+  std::set<cuda::CUstream> streams;
+  for (const fake::Launch& launch : fake::state().launches)
+    if (launch.entry == "attention_sm80") streams.insert(launch.stream);
+  EXPECT_EQ(streams.size(), 4u) << "whole, both in turn, and one of each half";
 }
 
 }  // namespace

@@ -87,5 +87,37 @@ TEST(GpuHybridReplay, EveryOutputIsThatOfTheReference) {
   EXPECT_EQ(r.decode_digest, cpu.decode_digest);
 }
 
+// Trees of drafts: decode steps are graphs all the same, and the keys of kept paths are written once more behind them. `sm80` is a backend
+// of short convolutions too, whose kernels do not run on the host.
+TEST(GpuHybridReplay, TreesOfDrafts) {
+  register_backend<ShortConvFamily>(std::make_shared<WaitingConv>());
+  const Trace trace = tree_trace(8, 16, 60, 30, 2);
+  for (const auto& [layers, backend] : {std::pair("caaw", "cuda_sm90"), std::pair("aaw", "cuda_sm80")}) {
+    SCOPED_TRACE(backend);
+    const ModelSpec model = tiny_hybrid_model(layers, 16);
+    ReplayOptions options = small_options();
+    options.drafts = {.tokens = 5, .tree = true};
+    options.select.forced = "reference";
+    const ReplayResult cpu = replay(model, trace, options);
+    for (const ModelLayer& layer : model.layers) {
+      if (!std::holds_alternative<AttentionSpec>(layer.spec)) continue;
+      AttentionSpec spec = std::get<AttentionSpec>(layer.spec);
+      spec.mask.tree = true;
+      fake::run_on_host(spec);
+    }
+    options.device = "cuda:0";
+    options.select.forced = backend;
+    const ReplayResult r = replay(model, trace, options);
+    EXPECT_EQ(r.kinds.back().backend, backend);
+    EXPECT_GT(r.kept_drafts, 0);
+    EXPECT_GT(r.decode_steps.steps, 0);
+    EXPECT_EQ(r.verified_outputs, cpu.verified_outputs);
+    EXPECT_EQ(r.digest, cpu.digest);
+    EXPECT_EQ(r.decode_digest, cpu.decode_digest);
+  }
+  unregister_backend<ShortConvFamily>("waiting_conv");
+  fake::state().on_launch = nullptr, fake::state().param_sizes.clear(), fake::state().launches.clear();
+}
+
 }  // namespace
 }  // namespace imbrex::serve

@@ -157,5 +157,17 @@ TEST_F(GpuReplay, OnlyDevicesThatAreThere) {
   EXPECT_EQ(test::error_code([&] { replay(tiny_model({full_mask()}, 16), trace, options); }), "device.absent");
 }
 
+// Positions of images are sent with each step, to graphs of decode too.
+TEST_F(GpuReplay, ImagesInPrompts) {
+  add_images(trace, 20, 13);
+  ModelSpec model = tiny_model({full_mask(), window_mask(24)}, 16);
+  const ReplayResult cpu = on_cpu(model);
+  for (ModelLayer& layer : model.layers) layer.attention().mask.positions = true;
+  const ReplayResult r = run(model);
+  EXPECT_EQ(r.digest, cpu.digest);
+  EXPECT_EQ(r.verified_outputs, cpu.verified_outputs);
+  EXPECT_GT(r.decode_steps.steps, 0);
+}
+
 }  // namespace
 }  // namespace imbrex::serve
