@@ -30,6 +30,7 @@ struct BoundExpression::Parts {
   std::vector<RowStep> spread, steps;
   int num_buffers = 0;
   int result_buffer = -1;  // -1: the result is one of fixed_nodes
+  int score_node = -1;     // the score; -1: the expression does not have it
 
   void plan_rows();
   bool holds(const ExpressionVariables& at, int kv_begin, int kv_end) const;  // whether a row is within the ranges

@@ -69,6 +69,7 @@ void BoundExpression::Parts::plan_rows() {
     const ExpressionNode& node = nodes[size_t(n)];
     varies[size_t(n)] =
         node.op == ExpressionOp::variable && (node.value == int(ExpressionVariable::kv) || node.value == int(ExpressionVariable::score));
+    if (node.op == ExpressionOp::variable && node.value == int(ExpressionVariable::score)) score_node = n;
     for (const int16_t arg : node.args)
       if (arg >= 0 && varies[size_t(arg)]) varies[size_t(n)] = true;
     for (const int16_t arg : node.args)
@@ -121,15 +122,19 @@ IMBREX_WIDEST void run_steps(const Parts& parts, const ExpressionVariables& at, 
   for (int begin = kv_begin; begin < kv_end;) {
     const int count = std::min(kv_end - begin, kRowChunk);
     const int done = begin - kv_begin;
+    // The scores that are given are a buffer as they lie.
+    const auto* const given = reinterpret_cast<const int32_t*>(scores == nullptr ? nullptr : scores + done);
     for (const RowStep& step : parts.steps) {
       const ExpressionNode& node = nodes[size_t(step.node)];
+      if (given != nullptr && step.node == parts.score_node) continue;
       int32_t* const out = lanes[step.out];
       std::array<const int32_t*, 3> in{};
-      for (size_t i = 0; i < 3; ++i) in[i] = step.in[i] < 0 ? nullptr : lanes[step.in[i]];
+      for (size_t i = 0; i < 3; ++i)
+        in[i] = step.in[i] < 0 ? nullptr : given != nullptr && node.args[i] == parts.score_node ? given : lanes[step.in[i]];
       if (node.op == ExpressionOp::variable && node.value == int(ExpressionVariable::kv)) {
         for (int i = 0; i < count; ++i) out[i] = begin + i;
       } else if (node.op == ExpressionOp::variable) {
-        for (int i = 0; i < count; ++i) out[i] = ExpressionBits::of(scores ? scores[done + i] : at.score).bits;
+        std::fill_n(out, count, ExpressionBits::of(at.score).bits);
       } else if (node.op == ExpressionOp::tensor) {
         read_elements(parts.tensors[size_t(node.value)], node.type, outside || parts.checked[size_t(step.node)], count, out, in);
       } else {
@@ -137,7 +142,8 @@ IMBREX_WIDEST void run_steps(const Parts& parts, const ExpressionVariables& at, 
                        [&](const auto& f) { RowOf<decltype(&std::decay_t<decltype(f)>::operator())>::run(f, count, out, in); });
       }
     }
-    const int32_t* const result = parts.result_buffer < 0 ? nullptr : lanes[parts.result_buffer];
+    const bool is_given = given != nullptr && parts.score_node == int(nodes.size()) - 1;
+    const int32_t* const result = is_given ? given : parts.result_buffer < 0 ? nullptr : lanes[parts.result_buffer];
     const int32_t same = fixed[nodes.size() - 1].bits;
     if (to_scores) {
       for (int i = 0; i < count; ++i) to_scores[done + i] = ExpressionBits{result ? result[i] : same}.real();

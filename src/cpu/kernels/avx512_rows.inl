@@ -14,6 +14,7 @@ __attribute__((noinline)) void modify_logits(const AttentionParams& a, const Row
   const int* const places = row.custom && row.key_positions ? row.key_positions + (kb - row.first_byte) : nullptr;
   // Biases come in natural units and are added before the change of base, and a score_mod is about those too.
   const float unit = biased || a.modify_scores ? 1.f : kLog2e;
+  alignas(64) float scores[kBlockKeys];  // for the score_mod
   for (int t = 0; t < kVecs; ++t) {
     vf x = _mm512_load_ps(s[t]);
     if (a.soft_cap > 0.f) {
@@ -39,11 +40,9 @@ __attribute__((noinline)) void modify_logits(const AttentionParams& a, const Row
       }
       if (!a.modify_scores) x = _mm512_mul_ps(x, _mm512_set1_ps(kLog2e));
     }
-    _mm512_store_ps(s[t], x);
+    _mm512_store_ps(a.modify_scores ? scores + 16 * t : s[t], x);
   }
   if (!a.modify_scores) return;
-  alignas(64) float scores[kBlockKeys];
-  for (int t = 0; t < kVecs; ++t) _mm512_store_ps(scores + 16 * t, _mm512_load_ps(s[t]));
   modify_scores(a, row, kb, scores);
   for (int t = 0; t < kVecs; ++t) _mm512_store_ps(s[t], _mm512_mul_ps(_mm512_load_ps(scores + 16 * t), _mm512_set1_ps(kLog2e)));
 }
