@@ -91,8 +91,8 @@ Timing time_on_streams(std::span<Lane* const> lanes, bool captured, int rotation
     return timer.elapsed() / calls;
   };
   for (int i = 0; i < 3; ++i) sample();  // until the clock has settled under the load
-  std::vector<double> times;
-  for (int i = 0; i < kSamples; ++i) times.push_back(sample());
+  std::vector<double> times(kSamples);
+  std::ranges::generate(times, sample);
   return summary_of(times);
 }
 

@@ -28,7 +28,7 @@ uint64_t token_id(uint64_t seed, const TraceRequest& request, int prefix_block, 
 
 int StepPlan::position(int request, int query) const {
   const auto r = size_t(request);
-  if (!positions.empty()) return positions[size_t(query_start_loc[r] + query)];
+  if (!positions.empty()) return positions[size_t(query_start_loc[r]) + size_t(query)];
   const int certain = certain_tokens(request);
   return first_positions[r] + (query < certain ? query : certain - 1 + drafts[r].depths[size_t(query - certain)]);
 }

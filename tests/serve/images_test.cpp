@@ -162,5 +162,23 @@ TEST(SystemPrompt, IsFoundInTheCache) {
     }
 }
 
+// Requests that decode behind one have its keys in the same blocks, which plans read once for all of them.
+TEST(SystemPrompt, ItsKeysAreReadOnceForAllRequests) {
+  Trace trace;
+  for (int i = 0; i < 4; ++i) trace.requests.push_back({.input_length = 5 + i, .output_length = 12, .prefix_ids = {}});
+  ReplayOptions options = small_options();
+  options.verify_fraction = 0.02, options.max_num_batched_tokens = 512;
+  const auto plan = [&] {
+    const ReplayResult r = replay(tiny_model({full_mask()}, 16), trace, options);
+    EXPECT_TRUE(r.complete);
+    EXPECT_GT(r.verified_outputs, 0);
+    return r.kinds[0].plan;
+  };
+  EXPECT_EQ(plan().find("shared by requests"), std::string::npos);
+  add_system_prompt(trace, 4200);  // more than the 4096 keys of a piece
+  const std::string shared = plan();
+  EXPECT_NE(shared.find("shared by requests"), std::string::npos) << shared;
+}
+
 }  // namespace
 }  // namespace imbrex::serve
