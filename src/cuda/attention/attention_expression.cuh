@@ -1,6 +1,6 @@
 #pragma once
 // The user's expressions in a kernel: score_mod() makes a logit another one, mask_mod() says whether a query sees a key. Their text follows
-// the kernel's constants (expression_text() in cuda/attention/attention_constants.h), and is there if kScoreMod and kMaskMod say so.
+// the kernel's constants (expression_functions() in cuda/attention/expressions.h), and is there if kScoreMod and kMaskMod say so.
 #include "attention_item.cuh"
 #include "expression/operations.h"
 

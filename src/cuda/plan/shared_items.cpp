@@ -13,12 +13,27 @@ void write_merges(const Schedule& list, MergeItem* to) {
 }
 
 void write_items(const Schedule& list, WorkItem* to) {
-  if (list.details.tokens.empty()) return write_work(list, to);
+  if (list.details.tokens.empty()) {
+    if (list.details.items.empty()) return write_work(list, to);
+    std::ranges::copy(list.work, to);
+    return;
+  }
   const int num_tokens = int(list.details.request_of.size());  // kernels are given the tokens behind those of the batch
   for (WorkItem item : list.work) {
     if (item.q_begin >= num_tokens) item.q_begin -= num_tokens, item.q_end -= num_tokens;
     *to++ = item;
   }
+}
+
+void drop_stretches_beyond(size_t room, Schedule& list) {
+  std::vector<KeyStretch>& stretches = list.details.stretches;
+  if (stretches.size() <= room) return;
+  for (WorkItem& item : list.work) {
+    if (item.piece >= 0) continue;
+    const ItemDetails& details = list.details.items[size_t(~item.piece)];
+    if (size_t(details.first_stretch + details.num_stretches) > room) item.piece = 0;
+  }
+  stretches.resize(room);
 }
 
 void write_shared_tokens(const ListDetails& details, SharedToken* to) {
