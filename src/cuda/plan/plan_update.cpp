@@ -2,6 +2,7 @@
 // commit() sends it.
 #include <algorithm>
 
+#include "attention/mask_stretches.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
 #include "cuda/attention/expressions.h"
