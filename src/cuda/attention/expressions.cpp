@@ -9,7 +9,7 @@
 namespace imbrex::cuda {
 namespace {
 
-constexpr int64_t kAlignment = 16;  // of a tensor's elements
+constexpr int64_t kTensorAlignment = 16;  // of a tensor's elements
 
 const TensorView& tensor_of(std::span<const NamedTensor> tensors, const std::string& name) {
   const auto found = std::ranges::find(tensors, name, &NamedTensor::name);
@@ -27,7 +27,7 @@ ExpressionTensorData place_of(const TensorView& t, const void* data) {
 int64_t bytes_of(const TensorView& t) {
   int64_t elements = 1;
   for (int d = 0; d < t.rank; ++d) elements *= t.size(d);
-  return (elements * int64_t(size_of(t.dtype)) + kAlignment - 1) / kAlignment * kAlignment;
+  return (elements * int64_t(size_of(t.dtype)) + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
 }
 
 // A tensor of up to three dimensions as one piece.
@@ -56,7 +56,7 @@ void set_score_tensors(const AttentionSpec& spec, std::span<const NamedTensor> t
   ExpressionTensorData* place = params.score_tensors;
   for (const ExpressionTensor& t : spec.score_mod.tensors()) {
     const TensorView& tensor = tensor_of(tensors, t.name);
-    *place++ = place_of(tensor, tensor.data);
+    *place++ = place_of(tensor, tensor.num_elements() > 0 ? tensor.data : params.seq_lens);  // kernels load an element at any rate
   }
 }
 
