@@ -14,6 +14,7 @@ struct AttentionInputs {
   TensorView alibi_slopes;   // f32 [num_q_heads]; only with ScoreMod::alibi
   TensorView head_scales;    // f32 [num_q_heads]; only with ScoreMod::head_scales
   TensorView relative_bias;  // f32 [relative_buckets, num_q_heads]; only with ScoreMod::relative_buckets
+  std::span<const NamedTensor> score_tensors;  // those that AttentionSpec::score_mod reads, by name; others may be among them
 };
 
 struct AttentionOutputs {

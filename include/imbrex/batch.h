@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <span>
 
+#include "imbrex/expression.h"
 #include "imbrex/tensor.h"
 
 namespace imbrex {
@@ -31,6 +32,9 @@ struct Batch {
   // [>= num_tokens], on the host: position of each query among its request's keys, 0 to kMostPosition, in any order; only with
   // Mask::positions. Mask and position bias go by it. Rows of the custom mask are those of queries in their order all the same.
   std::span<const int32_t> positions;
+
+  // Those that AttentionSpec::mask_mod reads, by name, on the host, until the next update(); others may be among them.
+  std::span<const NamedTensor> mask_tensors;
 
   // For layers that keep a state of each request (short_conv.h): [num_reqs] each, on the host.
   std::span<const int32_t> state_slots;  // the slot of the request's state; not read for a request without tokens

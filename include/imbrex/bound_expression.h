@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "imbrex/expression.h"
@@ -13,11 +12,6 @@
 #include "imbrex/work.h"
 
 namespace imbrex {
-
-struct NamedTensor {
-  std::string name;
-  TensorView tensor;  // on the CPU; i32, f32 or u8, as the expression's ExpressionTensor of this name says
-};
 
 // Where an expression is computed.
 struct ExpressionVariables {

@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "imbrex/tensor.h"
+
 namespace imbrex {
 
 enum class ExpressionType : uint8_t { boolean, integer, real };  // true or false; 32 bits that wrap; f32
@@ -72,6 +74,12 @@ struct ExpressionTensor {
   friend bool operator==(const ExpressionTensor&, const ExpressionTensor&) = default;
 };
 
+// One that is given to an expression: i32, f32 or u8, as the ExpressionTensor of this name says.
+struct NamedTensor {
+  std::string name;
+  TensorView tensor;
+};
+
 // One operation. Its arguments come before it in the list.
 struct ExpressionNode {
   ExpressionOp op = ExpressionOp::constant;
@@ -96,7 +104,8 @@ class Expression {
   std::span<const ExpressionTensor> tensors() const;  // in the order in which they are first read
   bool uses(ExpressionVariable) const;
   uint64_t hash() const;    // of the list and the tensors; the same in every process and release
-  std::string str() const;  // text that parse_expression() makes this expression of, given tensors()
+  std::string str() const;   // text that parse_expression() makes this expression of, given tensors()
+  std::string text() const;  // the same with tensors declared in it: "int doc[,]; doc[batch, q] == doc[batch, kv]"
   friend bool operator==(const Expression&, const Expression&);
 
  private:
@@ -109,7 +118,8 @@ class Expression {
   std::shared_ptr<const Program> program_;
 };
 
-// "kv <= q & q - kv < 4". The text may name tensors that are declared here. Errors expression.*, with the position in the text.
+// "kv <= q & q - kv < 4". The text may name tensors that are declared here, or in front of it: "int doc[]; doc[q] == doc[kv]". Errors
+// expression.*, with the position in the text.
 Expression parse_expression(std::string_view text, std::span<const ExpressionTensor> tensors = {});
 
 // Expressions from C++ operators:

@@ -73,6 +73,7 @@ typedef struct {
 } imbrex_tensor;
 #endif
 
+typedef struct { const char* const* names; const imbrex_tensor* const* tensors; int32_t count, reserved; } imbrex_named_tensors;
 typedef enum { IMBREX_F32, IMBREX_F16, IMBREX_BF16, IMBREX_FP8_E4M3, IMBREX_FP8_E5M2, IMBREX_U8, IMBREX_I32, IMBREX_I64 } imbrex_dtype;
 
 /* ---- devices and threads ---- */
@@ -131,9 +132,9 @@ typedef struct {
   float soft_cap;                    /* 0: off */
   int32_t head_scales, alibi, sinks; /* 0; 1: imbrex_inputs has them */
   int32_t relative_buckets, relative_max_distance, relative_bidirectional; /* T5; 0: off */
-  int32_t chunk_lookback;                        /* 0; with chunk: chunks before the query's own that it sees too */
-  int32_t alibi_sqrt;                            /* 0; 1, with alibi: by the square root of the distance */
+  int32_t chunk_lookback, alibi_sqrt; /* 0; with chunk: chunks before the query's own; 1, with alibi: by the square root of the distance */
   int32_t positions, reserved, tree, reserved_2; /* 0; 1: a batch has the position of every query; not read; queries are trees; not read */
+  const char *score_mod, *mask_mod; /* NULL; texts of expressions, tensors declared in front: "int doc[]; doc[q] == doc[kv]" (expression.h) */
 } imbrex_spec_fields;
 IMBREX_API void imbrex_spec_fields_init(imbrex_spec_fields*, size_t struct_size);
 
@@ -166,10 +167,8 @@ IMBREX_API imbrex_status imbrex_spec_create_short_conv(const imbrex_short_conv_f
  * imbrex_plan_run_mla(). */
 typedef struct {
   size_t struct_size;
-  int32_t num_heads;
-  int32_t kv_lora_rank, qk_nope_dim, qk_rope_dim, v_dim;                                    /* 512, 128, 64, 128 */
-  int32_t dtype, kv_dtype;                                                                  /* imbrex_dtype; IMBREX_BF16 */
-  int32_t kv_format;                                                                        /* imbrex_kv_format; IMBREX_KV_LATENT */
+  int32_t num_heads, kv_lora_rank, qk_nope_dim, qk_rope_dim, v_dim;                         /* the last four: 512, 128, 64, 128 */
+  int32_t dtype, kv_dtype, kv_format;                                                       /* IMBREX_BF16, IMBREX_KV_LATENT */
   int32_t block_size;                                                                       /* 16 */
   int32_t causal, window_left, window_right, chunk, chunk_lookback, custom_mask, positions; /* as in imbrex_spec_fields */
   float scale;                                                                              /* 0: 1 / sqrt(qk_nope_dim + qk_rope_dim) */
@@ -298,6 +297,7 @@ typedef struct {
   const int32_t* accepted_drafts; /* the last draft of the request's step before that was kept, counted from 1; NULL: none */
   const int32_t* positions;       /* [num_tokens], host: of queries among their request's keys; NULL: aligned at the bottom right */
   const int32_t *source_slots, *draft_parents; /* [num_reqs], NULL: state_slots; [num_tokens], NULL: chains (batch.h) */
+  imbrex_named_tensors mask_tensors;           /* that the mask_mod reads, host, until the next update */
 } imbrex_batch;
 IMBREX_API void imbrex_batch_init(imbrex_batch*, size_t struct_size);
 
@@ -309,8 +309,7 @@ typedef struct {
   const imbrex_tensor *query_start_loc, *seq_lens; /* i32 [num_reqs + 1], [num_reqs] */
   const imbrex_tensor *block_table, *kv_indptr, *kv_indices, *kv_start_loc, *slot_mapping, *custom_mask;
   const imbrex_tensor *state_slots, *num_drafts, *accepted_drafts; /* i32 [num_reqs], as in imbrex_batch */
-  const imbrex_tensor* positions;                                  /* i32 [>= max_num_tokens], likewise */
-  const imbrex_tensor *source_slots, *draft_parents;               /* i32 [num_reqs], i32 [>= max_num_tokens], likewise */
+  const imbrex_tensor *positions, *source_slots, *draft_parents;   /* i32 [>= max_num_tokens], [num_reqs], [>= max_num_tokens] */
 } imbrex_device_batch;
 IMBREX_API void imbrex_device_batch_init(imbrex_device_batch*, size_t struct_size);
 
@@ -321,6 +320,7 @@ typedef struct {
   const imbrex_kv_cache* kv;                               /* this layer's pages */
   const imbrex_tensor *sinks, *alibi_slopes, *head_scales; /* f32 [num_q_heads], where the spec has them */
   const imbrex_tensor* relative_bias;                      /* f32 [relative_buckets, num_q_heads] */
+  imbrex_named_tensors score_tensors;                      /* that the score_mod reads */
 } imbrex_inputs;
 IMBREX_API void imbrex_inputs_init(imbrex_inputs*, size_t struct_size);
 

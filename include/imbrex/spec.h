@@ -4,6 +4,7 @@
 #include <span>
 #include <string>
 
+#include "imbrex/expression.h"
 #include "imbrex/tensor.h"
 
 namespace imbrex {
@@ -78,6 +79,10 @@ struct AttentionSpec {
   int block_size = 16;  // tokens in a block (page); 0: ragged k and v
   Mask mask;
   ScoreMod score;
+  // The user's own (docs/expressions.md). A logit becomes the value of the first, a float expression, after all that `score` says but the
+  // sinks. The second, a bool expression without the score, hides keys besides those that `mask` hides. Empty: none. Tensors that they read
+  // come with AttentionInputs::score_tensors and with Batch::mask_tensors.
+  Expression score_mod, mask_mod;
 
   int group_size() const { return num_q_heads / num_kv_heads; }
   float scale() const;  // score.scale, or 1 / sqrt(head_dim_qk) where that is 0

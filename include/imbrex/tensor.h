@@ -60,6 +60,7 @@ struct TensorView {
   TensorView slice(int dim, int64_t begin, int64_t end) const;
   TensorView select(int dim, int64_t index) const;  // drops `dim`
   std::string str() const;                          // "bf16[512, 32, 128] on cuda:0", for messages
+  friend bool operator==(const TensorView&, const TensorView&) = default;
 };
 
 }  // namespace imbrex

@@ -23,11 +23,14 @@ template <class Value>
 auto given(const Value& value) {
   if constexpr (std::is_enum_v<Value>)
     return std::string(to_string(value));
+  else if constexpr (std::is_same_v<Value, Expression>)
+    return value.empty() ? std::string() : value.text();
   else
     return value;
 }
 
 inline void take(DType& value, const std::string& text, const char*) { value = parse_dtype(text); }
+inline void take(Expression& value, const std::string& text, const char*) { value = text.empty() ? Expression() : parse_expression(text); }
 inline void take(AttentionKind& value, const std::string& text, const char* name) {
   value = one_of(text, {AttentionKind::decoder, AttentionKind::encoder, AttentionKind::encoder_only, AttentionKind::encoder_decoder}, name);
 }

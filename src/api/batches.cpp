@@ -136,8 +136,9 @@ imbrex_status imbrex_split_batch(const imbrex_spec* spec, const imbrex_batch* ba
                                  imbrex_derived_batch** parts) {
   return guarded([&] {
     imbrex_derived_batch** const places = &deref(parts, "parts");
+    std::vector<NamedTensor> mask_tensors;
     std::vector<std::unique_ptr<imbrex_derived_batch>> made;
-    for (DerivedBatch& part : split_batch(batch_of(batch), part_keys_of(spec), numbers(cuts, num_cuts, "cuts")))
+    for (DerivedBatch& part : split_batch(batch_of(batch, mask_tensors), part_keys_of(spec), numbers(cuts, num_cuts, "cuts")))
       made.push_back(std::make_unique<imbrex_derived_batch>(std::move(part)));
     for (size_t i = 0; i < made.size(); ++i) places[i] = made[i].release();
   });
@@ -146,7 +147,9 @@ imbrex_status imbrex_split_batch(const imbrex_spec* spec, const imbrex_batch* ba
 imbrex_status imbrex_keep_tokens(const imbrex_spec* spec, const imbrex_batch* batch, const int32_t* tokens, int32_t count,
                                  imbrex_derived_batch** out) {
   return create(out, [&] {
-    return std::make_unique<imbrex_derived_batch>(keep_tokens(batch_of(batch), part_keys_of(spec), numbers(tokens, count, "tokens")));
+    std::vector<NamedTensor> mask_tensors;
+    return std::make_unique<imbrex_derived_batch>(
+        keep_tokens(batch_of(batch, mask_tensors), part_keys_of(spec), numbers(tokens, count, "tokens")));
   });
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "api/structs.h"
+#include "attention/plan_checks.h"
 #include "family/spec_fields.h"
 #include "imbrex/device_platform.h"
 
@@ -108,6 +109,7 @@ class OutsideBackend final : public BackendOf<Family> {
 
   std::vector<Reason> unsupported(const Spec& spec, const DeviceInfo& device) const override {
     std::vector<Reason> reasons = unknown_fields(spec);
+    if constexpr (std::is_same_v<Spec, AttentionSpec>) std::ranges::move(refuse_expressions(spec), std::back_inserter(reasons));
     const size_t known = functions_->device_size == 0 ? kFirstSize<imbrex_device_properties> : functions_->device_size;
     if (device.device.type == DeviceType::plugin && known <= offsetof(imbrex_device_properties, platform_number))
       reasons.push_back({"device.type", "cpu or cuda", device.device.str()});

@@ -92,7 +92,8 @@ void imbrex_threads_free(imbrex_threads* threads) { delete threads; }
 imbrex_status imbrex_spec_create(const imbrex_spec_fields* fields, imbrex_spec** out) {
   return create(out, [&] {
     const AttentionSpec spec = spec_of(fields);
-    return std::make_unique<imbrex_spec>(imbrex_spec{spec, spec.str()});
+    const auto text_of = [](const Expression& e) { return e.empty() ? std::string() : e.text(); };
+    return std::make_unique<imbrex_spec>(imbrex_spec{spec, spec.str(), text_of(spec.score_mod), text_of(spec.mask_mod)});
   });
 }
 imbrex_status imbrex_spec_create_short_conv(const imbrex_short_conv_fields* fields, imbrex_spec** out) {
@@ -116,7 +117,13 @@ imbrex_status imbrex_spec_create_recurrent(const imbrex_recurrent_fields* fields
 void imbrex_spec_free(imbrex_spec* spec) { delete spec; }
 const char* imbrex_spec_str(const imbrex_spec* spec) { return spec == nullptr ? "" : spec->text.c_str(); }
 imbrex_status imbrex_spec_get_fields(const imbrex_spec* spec, imbrex_spec_fields* out) {
-  return guarded([&] { write(out, fields_of(of_family<AttentionSpec>(deref(spec, "spec").spec, "spec")), "out"); });
+  return guarded([&] {
+    const imbrex_spec& given = deref(spec, "spec");
+    imbrex_spec_fields fields = fields_of(of_family<AttentionSpec>(given.spec, "spec"));
+    const auto text_of = [](const std::string& text) { return text.empty() ? nullptr : text.c_str(); };
+    fields.score_mod = text_of(given.score_mod), fields.mask_mod = text_of(given.mask_mod);
+    write(out, fields, "out");
+  });
 }
 
 imbrex_status imbrex_select(const imbrex_spec* spec, const imbrex_device* device, const imbrex_select_options* options,
@@ -209,7 +216,10 @@ const char* imbrex_plan_str(imbrex_plan* plan) {
 int32_t imbrex_plan_capturable(const imbrex_plan* plan) { return plan != nullptr && plan->basic().capturable() ? 1 : 0; }
 
 imbrex_status imbrex_plan_update(imbrex_plan* plan, const imbrex_batch* batch, void* stream) {
-  return guarded([&] { deref(plan, "plan").basic().update(batch_of(batch), stream); });
+  return guarded([&] {
+    std::vector<NamedTensor> mask_tensors;
+    deref(plan, "plan").basic().update(batch_of(batch, mask_tensors), stream);
+  });
 }
 
 imbrex_status imbrex_plan_update_on_device(imbrex_plan* plan, const imbrex_device_batch* batch, void* stream) {
@@ -235,7 +245,10 @@ imbrex_status imbrex_plan_write_kv(imbrex_plan* plan, const imbrex_kv_cache* kv,
 }
 
 imbrex_status imbrex_plan_run(imbrex_plan* plan, const imbrex_inputs* inputs, const imbrex_outputs* outputs, void* stream) {
-  return guarded([&] { attention_plan(plan).run(inputs_of(inputs), outputs_of(outputs), stream); });
+  return guarded([&] {
+    std::vector<NamedTensor> score_tensors;
+    attention_plan(plan).run(inputs_of(inputs, score_tensors), outputs_of(outputs), stream);
+  });
 }
 
 imbrex_status imbrex_plan_run_short_conv(imbrex_plan* plan, const imbrex_short_conv_inputs* inputs,

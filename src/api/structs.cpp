@@ -26,7 +26,12 @@ Fields fields_from(const Spec& spec) {
   Fields fields{};
   fields.struct_size = sizeof fields;
   for_each_named_field(spec, fields,
-                       [](const SpecField&, const auto& value, auto& given) { given = std::remove_reference_t<decltype(given)>(value); });
+                       [](const SpecField&, const auto& value, auto& given) {
+                         if constexpr (std::is_same_v<decltype(value), const Expression&>)
+                           given = nullptr;  // whoever has a place for its text sets it
+                         else
+                           given = std::remove_reference_t<decltype(given)>(value);
+                       });
   return fields;
 }
 
@@ -113,6 +118,8 @@ void take(Value& value, Given given, const char* name) {
     value = enum_of<Value>(given, count_of(Value{}), name);
   else if constexpr (std::is_same_v<Value, bool>)
     value = flag_of(given, name);
+  else if constexpr (std::is_same_v<Value, Expression>)
+    value = given == nullptr || *given == 0 ? Expression() : parse_expression(given);
   else
     value = given;
 }
@@ -262,7 +269,19 @@ void take_tables(const Given& b, To& batch) {
 
 }  // namespace
 
-Batch batch_of(const imbrex_batch* pointer) {
+static std::vector<NamedTensor> named_tensors_of(const imbrex_named_tensors& given, const char* what) {
+  check(given.count >= 0, "api.tensor", "{}: expected 0 tensors or more, got {}", what, given.count);
+  check(given.count == 0 || (given.names != nullptr && given.tensors != nullptr), "api.null", "{}: {} tensors need names and tensors", what,
+        given.count);
+  std::vector<NamedTensor> tensors;
+  for (int32_t i = 0; i < given.count; ++i) {
+    check(given.names[i] != nullptr, "api.null", "{}: name {} is NULL", what, i);
+    tensors.push_back({given.names[i], view_of(&deref(given.tensors[i], what), given.names[i])});
+  }
+  return tensors;
+}
+
+Batch batch_of(const imbrex_batch* pointer, std::vector<NamedTensor>& mask_tensors) {
   const imbrex_batch b = read(pointer, "batch");
   check(b.num_reqs >= 0, "api.batch", "batch.num_reqs: expected 0 or more, got {}", b.num_reqs);
   check(b.num_reqs == 0 || (b.query_start_loc != nullptr && b.seq_lens != nullptr), "api.null",
@@ -283,6 +302,7 @@ Batch batch_of(const imbrex_batch* pointer) {
   batch.positions = of_tokens(b.positions);
   batch.draft_parents = of_tokens(b.draft_parents);
   take_tables(b, batch);
+  batch.mask_tensors = mask_tensors = named_tensors_of(b.mask_tensors, "mask_tensors");
   return batch;
 }
 
@@ -302,15 +322,17 @@ DeviceBatch device_batch_of(const imbrex_device_batch* pointer) {
   return batch;
 }
 
-AttentionInputs inputs_of(const imbrex_inputs* pointer) {
+AttentionInputs inputs_of(const imbrex_inputs* pointer, std::vector<NamedTensor>& score_tensors) {
   const imbrex_inputs in = read(pointer, "inputs");
+  score_tensors = named_tensors_of(in.score_tensors, "score_tensors");
   return {.q = view_of(&deref(in.q, "q"), "q"),
           .q_scale = view_of(in.q_scale, "q_scale"),
           .kv = kv_of(in.kv),
           .sinks = view_of(in.sinks, "sinks"),
           .alibi_slopes = view_of(in.alibi_slopes, "alibi_slopes"),
           .head_scales = view_of(in.head_scales, "head_scales"),
-          .relative_bias = view_of(in.relative_bias, "relative_bias")};
+          .relative_bias = view_of(in.relative_bias, "relative_bias"),
+          .score_tensors = score_tensors};
 }
 
 AttentionOutputs outputs_of(const imbrex_outputs* pointer) {

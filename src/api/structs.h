@@ -138,9 +138,9 @@ RecurrentSpec spec_of(const imbrex_recurrent_fields*);
 SelectOptions select_options_of(const imbrex_select_options*);
 KvCache kv_of(const imbrex_kv_cache*);
 PlanOptions plan_options_of(const imbrex_plan_options*);
-Batch batch_of(const imbrex_batch*);
+Batch batch_of(const imbrex_batch*, std::vector<NamedTensor>& mask_tensors);  // which the batch views
 DeviceBatch device_batch_of(const imbrex_device_batch*);
-AttentionInputs inputs_of(const imbrex_inputs*);
+AttentionInputs inputs_of(const imbrex_inputs*, std::vector<NamedTensor>& score_tensors);  // likewise
 AttentionOutputs outputs_of(const imbrex_outputs*);
 ShortConvInputs inputs_of(const imbrex_short_conv_inputs*);
 ShortConvOutputs outputs_of(const imbrex_short_conv_outputs*);
@@ -223,6 +223,7 @@ struct imbrex_workspace {
 struct imbrex_spec {
   imbrex::LayerSpec spec;
   std::string text;
+  std::string score_mod = {}, mask_mod = {};  // texts of expressions
 };
 struct imbrex_selection {
   imbrex_spec spec;

@@ -82,6 +82,13 @@ void check_on_host(const Batch& batch) {
   check_memory(batch.custom_mask, "custom_mask", code, {});
 }
 
+std::vector<Reason> refuse_expressions(const AttentionSpec& spec) {
+  std::vector<Reason> reasons;
+  if (!spec.score_mod.empty()) reasons.push_back({"spec.score_mod", "no expression of the score", spec.score_mod.str()});
+  if (!spec.mask_mod.empty()) reasons.push_back({"spec.mask_mod", "no expression as a mask", spec.mask_mod.str()});
+  return reasons;
+}
+
 BatchReach reach_of(const Batch& batch, const AttentionSpec& spec, bool all) {
   const auto on_host = [](const TensorView& t) { return !t.empty() && t.device.type == DeviceType::cpu; };
   BatchReach reach;

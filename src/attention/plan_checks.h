@@ -18,6 +18,9 @@ void check_memory(const TensorView&, const char* name, std::string_view code, De
 // Checks that all arrays of a batch are in host memory. Error update.device.
 void check_on_host(const Batch&);
 
+// Reasons of a backend that runs no score_mod and no mask_mod.
+std::vector<Reason> refuse_expressions(const AttentionSpec&);
+
 // The largest block id and slot in a batch's host arrays. update() does not know the size of the cache, so run() and write_kv() compare
 // these with it.
 struct BatchReach {

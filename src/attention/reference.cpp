@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 
 #include "attention/draft_tree.h"
 #include "attention/key_source.h"
@@ -14,6 +15,7 @@
 #include "attention/step_plan.h"
 #include "core/check.h"
 #include "core/float_types.h"
+#include "imbrex/bound_expression.h"
 
 namespace imbrex {
 namespace {
@@ -63,6 +65,8 @@ class ReferencePlan final : public StepPlan {
     next.mask_start.assign(1, 0);
     for (int r = 0; r < batch.num_reqs(); ++r)
       next.mask_start.push_back(next.mask_start[r] + int64_t(batch.query_len(r)) * batch.seq_lens[r]);
+    next.mask_mod.reset();
+    if (!spec_.mask_mod.empty()) next.mask_mod.emplace(spec_.mask_mod, batch.mask_tensors);
     next.reach = reach_of(batch, spec_, true);  // whoever vouches for the batch
     // Shared by both steps, and never smaller than one of them needs.
     const size_t keys = size_t(std::max(batch.max_seq_len(), 0));
@@ -90,6 +94,7 @@ class ReferencePlan final : public StepPlan {
   void run(const AttentionInputs& in, const AttentionOutputs& out, Stream) const override {
     const Batch& batch = steps_.now().batch;
     check_run(spec_, {}, in, out, batch.num_tokens(), steps_.now().reach);
+    if (!spec_.score_mod.empty()) score_mod_.emplace(spec_.score_mod, in.score_tensors);
     for (int r = 0; r < batch.num_reqs(); ++r)
       for (int token = batch.query_start_loc[r]; token < batch.query_start_loc[r + 1]; ++token)
         for (int head = 0; head < spec_.num_kv_heads; ++head) attend(in, out, r, token, head);
@@ -106,7 +111,8 @@ class ReferencePlan final : public StepPlan {
     Batch batch;
     KeySource keys;
     BatchReach reach;
-    std::vector<int64_t> mask_start;  // first byte of each request's custom mask
+    std::vector<int64_t> mask_start;          // first byte of each request's custom mask
+    std::optional<BoundExpression> mask_mod;  // whose tensors are the caller's
   };
 
   static KvRow row_of(const TensorView& t, int token, int head) {
@@ -147,11 +153,18 @@ class ReferencePlan final : public StepPlan {
     return spec_.mask.tree && j >= context ? position_of(r, j - context) : j;
   }
 
-  bool visible(int r, int64_t query, int64_t position, int64_t j) const {
+  // Where an expression is computed, of a q head.
+  ExpressionVariables place_of_expression(int r, int head, int64_t position, int64_t j) const {
+    const Batch& batch = steps_.now().batch;
+    return {.batch = r, .head = head, .q = int(position), .kv = int(j), .q_len = batch.query_len(r), .kv_len = batch.seq_lens[size_t(r)]};
+  }
+
+  bool visible(int r, int q_head, int64_t query, int64_t position, int64_t j) const {
     const Step& step = steps_.now();
     const int64_t context = step.batch.context_len(r);
     if (spec_.mask.tree && j >= context && !is_above(r, j - context, query)) return false;
     if (!mask_allows(spec_.mask, position, position_of_key(r, j))) return false;
+    if (step.mask_mod && !step.mask_mod->evaluate(place_of_expression(r, q_head, position, j)).boolean()) return false;
     if (!spec_.mask.custom) return true;
     const TensorView& custom = step.batch.custom_mask;
     return custom.as<uint8_t>()[(step.mask_start[r] + query * step.batch.seq_lens[r] + j) * custom.stride(0)] != 0;
@@ -171,9 +184,16 @@ class ReferencePlan final : public StepPlan {
     return x;
   }
 
-  // The outputs of one token for the q heads that share kv head `head`.
+  // The outputs of one token for the q heads that share kv head `head`: all together, since they see the same keys, or each alone.
   void attend(const AttentionInputs& in, const AttentionOutputs& out, int r, int token, int head) const {
-    const int group = spec_.group_size(), dim_qk = spec_.head_dim_qk, dim_v = spec_.head_dim_v, first_head = head * group;
+    const int group = spec_.group_size();
+    const int together = !spec_.mask_mod.empty() && spec_.mask_mod.uses(ExpressionVariable::head) ? 1 : group;
+    for (int first = head * group; first < (head + 1) * group; first += together) attend_heads(in, out, r, token, head, first, together);
+  }
+
+  // Those of `group` of the q heads, from first_head on.
+  void attend_heads(const AttentionInputs& in, const AttentionOutputs& out, int r, int token, int head, int first_head, int group) const {
+    const int dim_qk = spec_.head_dim_qk, dim_v = spec_.head_dim_v;
     const Batch& batch = steps_.now().batch;
     const int64_t keys = batch.seq_lens[r], query = token - batch.query_start_loc[r], position = position_of(r, query);
     const double q_scale = scale_of_head(in.q_scale, spec_.q_dtype, head);
@@ -181,13 +201,18 @@ class ReferencePlan final : public StepPlan {
     for (int g = 0; g < group; ++g) load_row(in.q, offset(in.q, token, first_head + g), 1, dim_qk, q_scale, &q_rows_[size_t(g) * dim_qk]);
     seen_.clear();
     for (int64_t j = 0; j < keys; ++j)
-      if (visible(r, query, position, j)) seen_.push_back(j);
+      if (visible(r, first_head, query, position, j)) seen_.push_back(j);
     for (int64_t j : seen_) {
       codec_.decode(spec_, in.kv, KvPart::k, place_of(r, j, head), k_row_.data());
       for (int g = 0; g < group; ++g) {
         double dot = 0;
         for (int d = 0; d < dim_qk; ++d) dot += q_rows_[size_t(g) * dim_qk + d] * k_row_[d];
-        weights_[size_t(g) * keys + j] = logit(in, dot, first_head + g, position_of_key(r, j) - position);
+        double& x = weights_[size_t(g) * keys + j] = logit(in, dot, first_head + g, position_of_key(r, j) - position);
+        if (score_mod_) {
+          ExpressionVariables at = place_of_expression(r, first_head + g, position, j);
+          at.score = float(x);
+          x = score_mod_->evaluate(at).real();
+        }
       }
     }
 
@@ -226,6 +251,7 @@ class ReferencePlan final : public StepPlan {
   const KvCodec& codec_;
   PlanOptions options_;
   TwoSteps<Step> steps_;
+  mutable std::optional<BoundExpression> score_mod_;           // with the tensors of a call
   mutable std::vector<double> k_row_, v_row_, q_rows_, sums_;  // scratch of attend
   mutable std::vector<double> weights_;                        // [group, keys of the request]: logits, then probabilities
   mutable std::vector<int64_t> seen_;                          // keys that the query sees

@@ -77,6 +77,8 @@ std::string AttentionSpec::str() const {
   if (kv_format != KvFormat::strided) append(text, to_string(kv_format));
   append(text, mask.str());
   append(text, score.str());
+  if (!score_mod.empty()) append(text, fmt::format("score_mod({})", score_mod.str()));
+  if (!mask_mod.empty()) append(text, fmt::format("mask_mod({})", mask_mod.str()));
   return text;
 }
 
@@ -103,6 +105,25 @@ static void validate_tree(const AttentionSpec& spec) {
         spec.str());
   check(!mask.custom && !mask.positions, "spec.mask.tree.alone",
         "a tree says which keys queries see, and their positions: expected no custom mask and no given positions, got {}", mask.str());
+}
+
+static void check_type(const Expression& e, ExpressionType type, std::string_view code) {
+  check(e.type() == type, code, "expected a {} expression, got {}: {}", to_string(type), to_string(e.type()), e.str());
+}
+
+static void validate_expressions(const AttentionSpec& spec) {
+  const Mask& mask = spec.mask;
+  if (!spec.score_mod.empty()) {
+    check_type(spec.score_mod, ExpressionType::real, "spec.score_mod.type");
+    check(!mask.tree, "spec.score_mod.tree", "expected no tree of drafts beside a score_mod, got {}", mask.str());
+  }
+  if (!spec.mask_mod.empty()) {
+    check_type(spec.mask_mod, ExpressionType::boolean, "spec.mask_mod.type");
+    check(!spec.mask_mod.uses(ExpressionVariable::score), "spec.mask_mod.score", "expected a mask that does not depend on the score, got {}",
+          spec.mask_mod.str());
+    check(!mask.tree && !mask.custom && !mask.positions, "spec.mask_mod.alone",
+          "expected no tree, custom mask or given positions beside a mask_mod, got {}", mask.str());
+  }
 }
 
 static void validate_score(const ScoreMod& score) {
@@ -145,6 +166,7 @@ void AttentionSpec::validate() const {
   validate_mask(mask);
   validate_tree(*this);
   validate_score(score);
+  validate_expressions(*this);
 }
 
 }  // namespace imbrex

@@ -38,6 +38,8 @@ FIELD(score, relative_buckets, relative_buckets, "relative_buckets", "relative b
 FIELD(score, relative_max_distance, relative_max_distance, "relative_max_distance", "relative bias", "--relative-max-distance", "With --relative-buckets: distances from here on share the last one")
 FIELD(score, relative_bidirectional, relative_bidirectional, "relative_bidirectional", "relative bias", "--relative-bidirectional", "With --relative-buckets: half of them are for keys after the query")
 FIELD(score, sinks, sinks, "has_sinks", "sinks", "--sinks", "A sink logit per query head (gpt-oss)")
+FIELD(spec, score_mod, score_mod, "score_mod", "score_mod", "--score-mod", "What a logit becomes: an expression of the score (docs/expressions.md)")
+FIELD(spec, mask_mod, mask_mod, "mask_mod", "mask_mod", "--mask-mod", "Which keys a query sees: an expression of q, kv, batch, head")
 // clang-format on
 #undef SHAPE
 #undef FIELD

@@ -193,6 +193,10 @@ void add_bench(CLI::App& app, Action& action) {
     sub->add_option("--layer", o->recurrent_layer, "recurrent: the layer of a published model")
         ->check(CLI::IsMember(serve::recurrent_layer_names()))
         ->capture_default_str();
+    sub->add_option("--k-heads", o->k_heads, "recurrent: key heads, such as a GPU of several has (0: the layer's)")
+        ->check(CLI::NonNegativeNumber)
+        ->capture_default_str();
+    sub->add_option("--v-heads", o->v_heads, "recurrent: value heads, likewise")->check(CLI::NonNegativeNumber)->capture_default_str();
     add_dtype_option(*sub, "--state-dtype", o->state_dtype, "recurrent: f32, bf16, f16");
     sub->add_option("--state-layout", o->state_layout, "recurrent: k_first, v_first")
         ->check(CLI::IsMember({to_string(StateLayout::k_first), to_string(StateLayout::v_first)}))

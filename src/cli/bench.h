@@ -25,6 +25,7 @@ struct BenchArguments {
   DType state_dtype = DType::f32;
   std::string state_layout = to_string(StateLayout::v_first);
   bool with_outputs = false;
+  int k_heads = 0, v_heads = 0;  // of recurrent layers; 0: those of the layer
   bool heads_given = false;
   serve::BenchOptions bench;
   std::vector<std::string> batches;

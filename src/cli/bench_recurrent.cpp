@@ -9,6 +9,8 @@ namespace imbrex::cli {
 
 int run_recurrent_bench(const BenchArguments& o, const DeviceInfo& device, const ParallelFor& threads) {
   RecurrentSpec spec = serve::recurrent_layer_of(o.recurrent_layer, o.with_outputs);
+  if (o.k_heads > 0) spec.num_k_heads = o.k_heads;
+  if (o.v_heads > 0) spec.num_v_heads = o.v_heads;
   spec.state_dtype = o.state_dtype;
   spec.layout = o.state_layout == to_string(StateLayout::k_first) ? StateLayout::k_first : StateLayout::v_first;
   spec.validate();

@@ -58,6 +58,10 @@ using Help = const std::string&;
 void add_field(CLI::App& app, const char* flag, bool& value, Help help) { app.add_flag(flag, value, help); }
 void add_field(CLI::App& app, const char* flag, float& value, Help help) { app.add_option(flag, value, help); }
 void add_field(CLI::App& app, const char* flag, int& value, Help help) { app.add_option(flag, value, help)->capture_default_str(); }
+void add_field(CLI::App& app, const char* flag, Expression& value, Help help) {
+  app.add_option_function<std::string>(
+      flag, [&value](const std::string& text) { value = parse_expression(text); }, help);
+}
 void add_field(CLI::App& app, const char* flag, AttentionKind& value, Help help) { add_named(app, flag, value, help, parse_kind); }
 void add_field(CLI::App& app, const char* flag, KvFormat& value, Help) { add_named(app, flag, value, kv_format_names(), parse_kv_format); }
 // Of a family whose names parse_value() knows.

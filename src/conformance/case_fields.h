@@ -9,6 +9,7 @@
 
 #include "conformance/safetensors.h"
 #include "family/spec_fields.h"
+#include "imbrex/expression.h"
 
 namespace imbrex {
 
@@ -57,6 +58,8 @@ void read_field(CaseFields& from, const SpecField& field, bool needed, Value& va
   const char* const key = field.key.data();
   if constexpr (std::is_same_v<Value, DType>) {
     value = parse_dtype(from.text(key));
+  } else if constexpr (std::is_same_v<Value, Expression>) {
+    if (from.has(key)) value = parse_expression(from.text(key));
   } else if constexpr (std::is_enum_v<Value>) {
     if (from.has(key)) parse_value(from.text(key), value);  // of the family that has it
   } else if (needed) {
@@ -70,6 +73,8 @@ template <class Value>
 nlohmann::json json_of(const Value& value) {
   if constexpr (std::is_enum_v<Value>)
     return to_string(value);
+  else if constexpr (std::is_same_v<Value, Expression>)
+    return value.text();
   else if constexpr (std::is_same_v<Value, float>)
     return double(value);
   else

@@ -44,6 +44,13 @@ struct TreeTail {
   long key_positions;  // and the positions of the keys, in tree_positions
 };
 
+// Some neighbouring logits of a query, for a score_mod.
+struct ScorePlace {
+  int request, head, position;  // of the query among the request's keys
+  int q_len, kv_len;            // of the request
+  int begin, end;               // keys
+};
+
 struct AttentionParams {
   const char* q;
   char* out;
@@ -68,6 +75,11 @@ struct AttentionParams {
   const TreeTail* tree_tails;        // [num_reqs]; null: no queries are trees
   const unsigned char* tree_shown;
   const int* tree_positions;
+  // Of a mask_mod: where the bytes of each of `stretches` begin in mask_bytes; -1: it is seen by all. They are rows of whole blocks, of each
+  // query of the item; of each of mask_heads q heads one behind the other, 1 where heads are alike. Null: there is none.
+  const long* stretch_bytes;
+  const unsigned char* mask_bytes;
+  int mask_heads;
 
   int num_q_heads, num_kv_heads, group;
   int heads_together;     // kv heads of an item that `attention` runs, 1 to Kernels::most_heads
@@ -79,6 +91,9 @@ struct AttentionParams {
   bool alibi_sqrt;
   const float* bias_by_distance;  // [num_q_heads, 2 * bias_reach + 1], natural log units; distance j - p is clamped to +-bias_reach
   int bias_reach;
+  // Puts what a score_mod makes of logits, in natural units, in their place. Null: there is none.
+  void (*modify_scores)(const void* score_mod, const ScorePlace&, float* scores);
+  const void* score_mod;
 
   // ListDetails of the schedule; null where it has none.
   const int *tokens, *request_of, *parts;

@@ -75,11 +75,12 @@ void Plan::prepare(const Batch& batch, Stream) {
   }
   next.reach = reach_of(batch, spec_, options_.validate);
   schedule(batch, spec_.mask, policy_, next.schedule);
-  if (spec_.block_size > 0)
+  if (spec_.block_size > 0 && spec_.mask_mod.empty())
     share_keys(batch, next.keys,
                {.block_size = spec_.block_size, .most_tokens = policy_.tile_q, .num_workers = std::max(policy_.num_workers, 1)},
                next.schedule, share_scratch_);
   if (spec_.mask.custom && !batch.custom_mask.empty()) find_stretches(batch, next.custom_start, policy_.tile_kv, next.schedule);
+  if (!spec_.mask_mod.empty()) next.mask_tiles.find(batch, spec_, policy_.tile_q, next.schedule);
   if (spec_.mask.tree) {
     next.trees.find(batch, spec_.mask);
     next.trees.add_stretches(next.schedule);
@@ -136,6 +137,7 @@ AttentionParams Plan::params(const AttentionInputs& in, const AttentionOutputs& 
   a.split_keys = policy_.split_kv;
   if (spec_.mask.positions) a.positions = step.positions.data();
   if (spec_.mask.tree) step.trees.set(a);
+  if (!spec_.mask_mod.empty()) step.mask_tiles.set(a);
   a.query_start = step.query_start.data();
   a.seq_lens = step.seq_lens.data();
   a.block_ids = step.keys.ids.as<const int>();
@@ -164,10 +166,33 @@ AttentionParams Plan::params(const AttentionInputs& in, const AttentionOutputs& 
     a.bias_by_distance = bias_by_distance_.data();
     a.bias_reach = relative_bias_width(spec_.score) / 2;
   }
+  if (!spec_.score_mod.empty()) set_score_mod(in.score_tensors, a);
   a.partial_out = partial_out_.data();
   a.partial_state = partial_state_.data();
   a.heads_together = heads_together(a);
   return a;
+}
+
+namespace {
+
+void modify_scores(const void* score_mod, const ScorePlace& at, float* scores) {
+  static_cast<const BoundExpression*>(score_mod)->score_row(
+      {.batch = at.request, .head = at.head, .q = at.position, .q_len = at.q_len, .kv_len = at.kv_len}, at.begin, at.end, scores);
+}
+
+}  // namespace
+
+void Plan::set_score_mod(std::span<const NamedTensor> tensors, AttentionParams& a) const {
+  std::vector<TensorView> views;
+  for (const ExpressionTensor& wanted : spec_.score_mod.tensors()) {
+    const auto given = std::ranges::find(tensors, wanted.name, &NamedTensor::name);
+    views.push_back(given == tensors.end() ? TensorView() : given->tensor);
+  }
+  if (!score_mod_ || views != score_tensors_) {
+    score_mod_.emplace(spec_.score_mod, tensors);
+    score_tensors_ = std::move(views);
+  }
+  a.modify_scores = modify_scores, a.score_mod = &*score_mod_;
 }
 
 namespace {

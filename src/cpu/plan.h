@@ -1,6 +1,7 @@
 #pragma once
 // The plan that all CPU backends share: cuts a step once, then feeds one kernel table from the work list in every layer.
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "attention/key_source.h"
@@ -9,6 +10,7 @@
 #include "attention/step_plan.h"
 #include "core/scratch_of_plans.h"
 #include "cpu/kv_sides.h"
+#include "cpu/mask_tiles.h"
 #include "cpu/params.h"
 #include "cpu/tree_tails.h"
 #include "imbrex/attention.h"
@@ -43,8 +45,10 @@ class Plan final : public StepPlan {
     std::vector<long> custom_start;
     TensorView slot_mapping, custom_mask;
     TreeTails trees;
+    MaskTiles mask_tiles;
   };
   AttentionParams params(const AttentionInputs&, const AttentionOutputs&) const;
+  void set_score_mod(std::span<const NamedTensor>, AttentionParams&) const;
   int heads_together(const AttentionParams&) const;
 
   std::string backend_;
@@ -58,6 +62,8 @@ class Plan final : public StepPlan {
 
   // Written by run(); sized here or in prepare().
   mutable std::vector<float> bias_by_distance_;
+  mutable std::optional<BoundExpression> score_mod_;  // with the tensors of the last call, which layers mostly share
+  mutable std::vector<TensorView> score_tensors_;
   mutable std::vector<float> partial_out_, partial_state_;
   long scratch_bytes_ = 0;                  // of one worker
   std::shared_ptr<SharedScratch> scratch_;  // of all workers, and where they begin at a page

@@ -346,6 +346,7 @@ class CudaBackend final : public BackendOf<AttentionFamily> {
     }
     if (!reads(kernels_, spec)) reasons.push_back({"spec.kv_format", formats_of(kernels_), to_string(spec.kv_format)});
     std::ranges::move(refusals_(spec, device), std::back_inserter(reasons));
+    std::ranges::move(refuse_expressions(spec), std::back_inserter(reasons));
     return reasons;
   }
 

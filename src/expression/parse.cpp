@@ -39,7 +39,7 @@ class Parser {
  public:
   using Id = ExpressionBuilder::Id;
 
-  Parser(std::string_view text, std::span<const ExpressionTensor> tensors) : text_(text), tensors_(tensors) {
+  Parser(std::string_view text, std::span<const ExpressionTensor> tensors) : text_(text), tensors_(tensors.begin(), tensors.end()) {
     check(text.size() <= size_t(Expression::kMaxTextBytes), "expression.size", "the text of an expression has at most {} bytes, got {}",
           Expression::kMaxTextBytes, text.size());
     for (size_t i = 0; i < tensors.size(); ++i) {
@@ -55,6 +55,10 @@ class Parser {
     while (true) {
       // A name with = behind it is for the rest of the text.
       const Token first = token_;
+      if (const auto type = declared_type()) {
+        declare(*type);
+        continue;
+      }
       if (first.kind == TokenKind::name && peek_is_assignment()) {
         next();
         next();
@@ -165,6 +169,33 @@ class Parser {
     for (const auto& [bound, id] : bound_)
       if (bound == name) return id;
     return std::nullopt;
+  }
+
+  // At a type with a name behind it, which no expression has.
+  std::optional<ExpressionType> declared_type() const {
+    if (token_.kind != TokenKind::name) return std::nullopt;
+    size_t at = position_;
+    while (at < text_.size() && is_space(text_[at])) ++at;
+    if (at == text_.size() || !begins_name(text_[at])) return std::nullopt;
+    for (const ExpressionType type : {ExpressionType::boolean, ExpressionType::integer, ExpressionType::real})
+      if (token_.text == to_string(type)) return type;
+    return std::nullopt;
+  }
+
+  // "int doc[,];": a tensor with as many indices as there are commas and one more.
+  void declare(ExpressionType type) {
+    next();
+    const Token name = token_;
+    next();
+    check(!is_expression_word(name.text) && !find_tensor(name.text) && !find_bound(name.text) && is_identifier(name.text),
+          "expression.name", "{}a new name of up to 64 letters, digits and _ is expected for a tensor, got \"{}\"", place(name), name.text);
+    take("[");
+    int rank = 1;
+    while (accept(",")) ++rank;
+    check(rank <= 3, "expression.arguments", "{}a tensor has 1 to 3 indices, got {}", place(name), rank);
+    take("]");
+    take(";");
+    tensors_.push_back({std::string(name.text), type, rank});
   }
 
   Id apply(const Token& at, ExpressionOp op, std::span<const Id> args) {
@@ -282,7 +313,7 @@ class Parser {
   }
 
   std::string_view text_;
-  std::span<const ExpressionTensor> tensors_;
+  std::vector<ExpressionTensor> tensors_;
   size_t position_ = 0;  // behind token_
   Token token_;
   int nesting_ = 0;

@@ -112,4 +112,11 @@ std::string Expression::str() const {
   return text + pieces.back().text;
 }
 
+std::string Expression::text() const {
+  std::string declared;
+  for (const ExpressionTensor& tensor : tensors())
+    declared += fmt::format("{} {}[{}]; ", to_string(tensor.type), tensor.name, std::string(size_t(tensor.rank - 1), ','));
+  return declared + str();
+}
+
 }  // namespace imbrex

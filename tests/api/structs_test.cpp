@@ -74,7 +74,8 @@ TEST(CApiStructs, TreesOfDraftsAreNamed) {
   const int32_t starts[] = {0, 3}, lens[] = {9}, parents[] = {-1, 0, 0}, drafts[] = {2};
   imbrex_batch b = init(imbrex_batch_init);
   b.num_reqs = 1, b.query_start_loc = starts, b.seq_lens = lens, b.draft_parents = parents, b.num_drafts = drafts;
-  const Batch batch = api::batch_of(&b);
+  std::vector<NamedTensor> mask_tensors;
+  const Batch batch = api::batch_of(&b, mask_tensors);
   EXPECT_EQ(batch.draft_parents.size(), 3u);
   EXPECT_EQ(batch.draft_parents[2], 0);
   EXPECT_EQ(batch.num_drafts[0], 2);

@@ -44,6 +44,28 @@ TEST(Spec, TheTableHasEveryFieldOnce) {
   EXPECT_EQ(rows["score"], test::num_fields<ScoreMod>());
 }
 
+TEST(Spec, ExpressionsAreRefusedWhereTheyHaveNoMeaning) {
+  const auto code_of = [](auto change) {
+    AttentionSpec spec = good_spec();
+    change(spec);
+    return test::error_code([&] { spec.validate(); });
+  };
+  const Expression mask = parse_expression("kv <= q"), score = parse_expression("2.0 * score");
+  AttentionSpec both = good_spec();
+  both.mask_mod = mask, both.score_mod = score;
+  both.validate();
+  EXPECT_EQ(both.str(), "decoder q32/kv8 d128 bf16 block16 causal score_mod(2.0 * score) mask_mod(kv <= q)");
+  EXPECT_NE(both, good_spec());
+  EXPECT_EQ(code_of([&](AttentionSpec& s) { s.mask_mod = score; }), "spec.mask_mod.type");
+  EXPECT_EQ(code_of([&](AttentionSpec& s) { s.score_mod = mask; }), "spec.score_mod.type");
+  EXPECT_EQ(code_of([&](AttentionSpec& s) { s.score_mod = parse_expression("q - kv"); }), "spec.score_mod.type");
+  EXPECT_EQ(code_of([&](AttentionSpec& s) { s.mask_mod = parse_expression("score < 1.0"); }), "spec.mask_mod.score");
+  EXPECT_EQ(code_of([&](AttentionSpec& s) { s.mask_mod = mask, s.mask.custom = true; }), "spec.mask_mod.alone");
+  EXPECT_EQ(code_of([&](AttentionSpec& s) { s.mask_mod = mask, s.mask.positions = true; }), "spec.mask_mod.alone");
+  EXPECT_EQ(code_of([&](AttentionSpec& s) { s.mask_mod = mask, s.mask.tree = true; }), "spec.mask_mod.alone");
+  EXPECT_EQ(code_of([&](AttentionSpec& s) { s.score_mod = score, s.mask.tree = true; }), "spec.score_mod.tree");
+}
+
 TEST(Spec, EveryEnumValuePrints) {
   for (int i = 0; i <= int(AttentionKind::encoder_decoder); ++i) EXPECT_STRNE(to_string(AttentionKind(i)), "unknown");
   for (int i = 0; i <= int(KvFormat::latent); ++i) EXPECT_STRNE(to_string(KvFormat(i)), "unknown");

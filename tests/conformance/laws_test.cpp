@@ -86,11 +86,6 @@ std::vector<Case> law_cases() {
   return cases;
 }
 
-void expect_same(const RunResult& a, const RunResult& b, const std::string& what) {
-  EXPECT_TRUE(bit_identical(a.out, b.out)) << what << " changes out";
-  EXPECT_TRUE(bit_identical(a.lse, b.lse)) << what << " changes lse";
-}
-
 TEST_P(Laws, PagesDoNotMatter) {
   for (const Case& wanted : law_cases()) {
     const Case c = fit(wanted);

@@ -2,6 +2,7 @@
 #include "matrix.h"
 
 #include <fmt/format.h>
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <array>
@@ -121,6 +122,11 @@ const CaseInputs& inputs_of(const Case& c) {
 
 const Expected& expected_of(const Case& c) {
   return kept<Expected, kMostShards>(c, [](const Case& of) { return expect(inputs_of(of)); });
+}
+
+void expect_same(const RunResult& a, const RunResult& b, const std::string& what) {
+  EXPECT_TRUE(bit_identical(a.out, b.out)) << what << " changes out";
+  EXPECT_TRUE(bit_identical(a.lse, b.lse)) << what << " changes lse";
 }
 
 }  // namespace imbrex::test

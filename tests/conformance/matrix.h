@@ -44,4 +44,7 @@ const std::map<std::string, Totals>& totals();  // by target; filled by combinat
 const CaseInputs& inputs_of(const Case&);
 const Expected& expected_of(const Case&);
 
+// Expects outputs and log-sum-exps of the same bits.
+void expect_same(const RunResult&, const RunResult&, const std::string& what);
+
 }  // namespace imbrex::test

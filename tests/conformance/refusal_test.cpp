@@ -41,6 +41,9 @@ constexpr auto records = [](AttentionSpec& s) {
   s.num_kv_heads = 1, s.head_dim_qk = 576, s.head_dim_v = 512;
 };
 
+constexpr auto score_mod = [](AttentionSpec& s) { s.score_mod = parse_expression("2.0 * score"); };
+constexpr auto mask_mod = [](AttentionSpec& s) { s.mask_mod = parse_expression("kv <= q"); };
+
 const Refusal kRefusals[] = {
     {"cuda_sm90", "device.type", "cpu", nothing},
     {"cuda_sm90", "device.sm", "a100", nothing},
@@ -63,6 +66,10 @@ const Refusal kRefusals[] = {
     {"cuda_sm90", "spec.mask.custom", "h200", [](AttentionSpec& s) { e4m3(s), s.num_q_heads = 64, s.mask.custom = true; }},
     {"cuda_sm90", "spec.mask.positions", "h200", [](AttentionSpec& s) { s.mask.positions = true; }},
     {"cuda_sm90", "spec.mask.tree", "h200", [](AttentionSpec& s) { s.num_q_heads = 64, s.score.soft_cap = 20, s.mask.tree = true; }},
+    {"cuda_sm90", "spec.score_mod", "h200", score_mod},
+    {"cuda_sm90", "spec.mask_mod", "h200", mask_mod},
+    {"cuda_sm80", "spec.score_mod", "a100", score_mod},
+    {"cuda_sm80", "spec.mask_mod", "a100", mask_mod},
     {"cuda_sm80", "device.type", "cpu", nothing},
     {"cuda_sm80", "device.sm", kOldGpu, nothing},
     {"cuda_sm80", "spec.kv_format", "h200", packed},

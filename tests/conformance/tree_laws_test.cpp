@@ -68,11 +68,6 @@ class TreeLaws : public testing::TestWithParam<Target> {
   }
 };
 
-void expect_same(const RunResult& a, const RunResult& b, const std::string& what) {
-  EXPECT_TRUE(bit_identical(a.out, b.out)) << what << " changes out";
-  EXPECT_TRUE(bit_identical(a.lse, b.lse)) << what << " changes lse";
-}
-
 // The rows `rows` of a [rows, heads, dim] tensor.
 HostTensor rows_of(const HostTensor& t, const std::vector<int64_t>& rows) {
   HostTensor part = HostTensor::make(t.dtype, {int64_t(rows.size()), t.sizes[1], t.sizes[2]});

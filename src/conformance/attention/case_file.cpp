@@ -1,6 +1,7 @@
 // See case_file.h. The file's fields are in design order: spec, mask, then the tensors.
 #include "conformance/attention/case_file.h"
 
+#include <algorithm>
 #include <type_traits>
 
 #include "attention/kv_codec.h"
@@ -112,6 +113,25 @@ void check_case_scale(const HostTensor& scale, int heads) {
     check(scale.get(i) > 0 && scale.get(i) <= 3e38, "case_file.scale.value", "expected a finite positive scale, got {}", scale.get(i));
 }
 
+// Names of the tensors of expressions begin so.
+constexpr const char* kExpressionTensor = "expression.";
+
+static std::vector<NamedHostTensor> take_expression_tensors(CaseTensors& tensors, const AttentionSpec& spec) {
+  std::vector<NamedHostTensor> taken;
+  for (const Expression* e : {&spec.score_mod, &spec.mask_mod})
+    for (const ExpressionTensor& wanted : e->empty() ? std::span<const ExpressionTensor>() : e->tensors()) {
+      if (std::ranges::find(taken, wanted.name, &NamedHostTensor::name) != taken.end()) continue;
+      const DType dtype = wanted.type == ExpressionType::real      ? DType::f32
+                          : wanted.type == ExpressionType::integer ? DType::i32
+                                                                   : DType::u8;
+      const std::string name = kExpressionTensor + wanted.name;
+      taken.push_back({wanted.name, wanted.rank == 1   ? tensors.take(name.c_str(), {dtype}, {-1})
+                                    : wanted.rank == 2 ? tensors.take(name.c_str(), {dtype}, {-1, -1})
+                                                       : tensors.take(name.c_str(), {dtype}, {-1, -1, -1})});
+    }
+  return taken;
+}
+
 CaseFile parse_case(const Safetensors& file) {
   const json root = case_metadata(file);
   CaseFile c;
@@ -148,6 +168,7 @@ CaseFile parse_case(const Safetensors& file) {
   in.custom_mask = tensors.take_if(spec.mask.custom, "custom_mask", DType::u8, {num_pairs});
   in.positions = take_positions(tensors, spec.mask.positions, num_tokens);
   in.draft_parents = take_draft_parents(tensors, spec.mask.tree && tensors.has("draft_parents"), in.requests);
+  in.expression_tensors = take_expression_tensors(tensors, spec);
   in.q_scale = tensors.take_if(spec.q_dtype == DType::fp8_e4m3 && tensors.has("q_scale"), "q_scale", DType::f32, {-1});
   in.k_scale = tensors.take_if(is_fp8(spec.kv_dtype) && tensors.has("k_scale"), "k_scale", DType::f32, {-1});
   in.v_scale = latent ? in.k_scale : tensors.take_if(is_fp8(spec.kv_dtype) && tensors.has("v_scale"), "v_scale", DType::f32, {-1});
@@ -192,6 +213,7 @@ Safetensors to_safetensors(const CaseFile& c) {
                                                                 {"draft_parents", &in.draft_parents}};
   for (const auto& [name, tensor] : optional)
     if (!tensor->empty() && !(latent && tensor == &in.v_scale)) file.tensors[name] = *tensor;
+  for (const auto& [name, tensor] : in.expression_tensors) file.tensors[kExpressionTensor + name] = tensor;
   return file;
 }
 

@@ -14,7 +14,7 @@
 namespace imbrex {
 namespace {
 
-enum Sequence : uint64_t { kQ, kK, kV, kSinks, kHeadScales, kBias, kMask };
+enum Sequence : uint64_t { kQ, kK, kV, kSinks, kHeadScales, kBias, kMask, kExpression };
 
 // Rows of one request: row i has position `first + i`, or all have the first where they are to be equal.
 void fill_rows(HostTensor& t, int64_t row, int count, int64_t first, uint64_t seed, double gain, bool equal = false) {
@@ -136,11 +136,41 @@ int64_t CaseInputs::key_position_of(const CaseRequest& r, int64_t first, int64_t
   return draft_parents.empty() || j < context ? j : position_of(r, first, int(j - context));
 }
 
+std::vector<NamedTensor> CaseInputs::named_tensors() const {
+  std::vector<NamedTensor> named;
+  for (const auto& [name, tensor] : expression_tensors) named.push_back({name, tensor.view()});
+  return named;
+}
+
 bool CaseInputs::tree_shows(const CaseRequest& r, int64_t first, int i, int64_t j) const {
   const int64_t context = int64_t(r.seq_len) - r.q_len;
   if (draft_parents.empty() || j < context) return true;
   while (i > j - context) i = parent_of(first, i);
   return i == j - context;
+}
+
+// By its type and rank: ints are of requests, and of their keys, where they rise as numbers of documents do; floats are of q heads, and of
+// these and keys.
+static HostTensor expression_tensor(const Case& c, const ExpressionTensor& wanted) {
+  int64_t longest = 1;
+  for (const CaseRequest& r : c.requests) longest = std::max<int64_t>(longest, r.seq_len);
+  const bool real = wanted.type == ExpressionType::real;
+  std::vector<int64_t> sizes{real ? int64_t(c.spec.num_q_heads) : int64_t(c.requests.size()), longest};
+  sizes.resize(size_t(std::min(wanted.rank, 2)));
+  HostTensor t = HostTensor::make(real ? DType::f32 : wanted.type == ExpressionType::integer ? DType::i32 : DType::u8, sizes);
+  const int64_t keys = wanted.rank == 1 ? 1 : longest;
+  for (int64_t i = 0; i < t.num_elements(); ++i) {
+    const int64_t row = i / keys, key = i % keys;
+    if (real) {
+      t.set(i, normal(splitmix(splitmix(c.seed + kExpression) + uint64_t(i))));
+    } else if (wanted.type == ExpressionType::boolean) {
+      t.bytes[size_t(i)] = splitmix(c.seed + uint64_t(i)) % 3 != 0;
+    } else {
+      reinterpret_cast<int32_t*>(t.bytes.data())[i] =
+          int32_t(wanted.rank == 1 ? c.requests[size_t(row)].seq_len / 3 : key / (kDocumentTokens / 10 + row));
+    }
+  }
+  return t;
 }
 
 CaseInputs make_inputs(const Case& c) {
@@ -194,6 +224,10 @@ CaseInputs make_inputs(const Case& c) {
       for (int i = 0; i < r.q_len; ++i) parents.push_back(parent_of(c, r, i));
     in.draft_parents = tensor_of(parents);
   }
+  for (const Expression* e : {&spec.score_mod, &spec.mask_mod})
+    for (const ExpressionTensor& wanted : e->empty() ? std::span<const ExpressionTensor>() : e->tensors())
+      if (std::ranges::find(in.expression_tensors, wanted.name, &NamedHostTensor::name) == in.expression_tensors.end())
+        in.expression_tensors.push_back({wanted.name, expression_tensor(c, wanted)});
   if (is_fp8(spec.kv_dtype) && !codec_of(spec).scales_inside) {
     const int count = c.scale_per_head ? spec.num_kv_heads : 1;
     in.k_scale = HostTensor::make(DType::f32, {count});

@@ -8,6 +8,11 @@
 
 namespace imbrex {
 
+struct NamedHostTensor {
+  std::string name;
+  HostTensor tensor;
+};
+
 struct CaseInputs {
   AttentionSpec spec;
   std::vector<CaseRequest> requests;
@@ -20,6 +25,7 @@ struct CaseInputs {
   HostTensor custom_mask;                       // u8 [sum of q_len * seq_len]
   HostTensor positions;                         // i32 [T]
   HostTensor draft_parents;                     // i32 [T], under a tree; empty: chains
+  std::vector<NamedHostTensor> expression_tensors;  // those that score_mod and mask_mod read
   HostTensor q_scale, k_scale, v_scale;         // f32 [1] or [num_kv_heads], fp8 queries and fp8 caches only
   HostTensor k_rope_scale;                      // latent_rope, where k_scale is given; empty: k_scale
 
@@ -30,6 +36,8 @@ struct CaseInputs {
   int64_t key_position_of(const CaseRequest& r, int64_t first, int64_t j) const;
   // Whether a tree, where there is one, shows the key to the query: it is in front of all queries, or an ancestor's, or the query's own.
   bool tree_shows(const CaseRequest& r, int64_t first, int i, int64_t j) const;
+  // What score_mod and mask_mod are bound to: views of expression_tensors.
+  std::vector<NamedTensor> named_tensors() const;
   // The query that query number i follows; -1: none.
   int parent_of(int64_t first, int i) const { return draft_parents.empty() ? i - 1 : int(draft_parents.get(first + i)); }
 };

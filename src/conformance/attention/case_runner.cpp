@@ -27,6 +27,7 @@ struct Step {
   std::vector<int64_t> slots;
   std::vector<uint8_t> mask;
   std::vector<int32_t> positions, parents;
+  std::vector<NamedTensor> mask_tensors;
   Batch batch;
 };
 
@@ -205,6 +206,8 @@ class Runner {
     }
     if (spec_.block_size > 0) b.slot_mapping = row_vector(step.slots.data(), DType::i64, step.slots.size());
     b.positions = step.positions;
+    step.mask_tensors = in_.named_tensors();
+    b.mask_tensors = step.mask_tensors;
     b.draft_parents = step.parents;
     if (mask.custom && !step.mask.empty()) b.custom_mask = row_vector(step.mask.data(), DType::u8, step.mask.size());
     return step;
@@ -250,8 +253,8 @@ class Runner {
     if (spec_.block_size == 0) return;
     AttentionSpec spec = spec_;
     spec.kind = AttentionKind::decoder;
-    spec.mask = {};
-    spec.score = {};
+    spec.mask = {}, spec.mask_mod = {};
+    spec.score = {}, spec.score_mod = {};
     const auto plan = make_plan(backend_, device_, spec);
     for (int part = 0; part < 2; ++part) {
       std::vector<StepRequest> requests;
@@ -295,13 +298,15 @@ class Runner {
     int64_t row = 0;
     for (size_t r = 0; r < requests.size(); ++r)
       for (int t = requests[r].q_begin; t < requests[r].q_end; ++t) q.copy_row(row++, in_.q, first_token_[r] + t);
+    const std::vector<NamedTensor> score_tensors = in_.named_tensors();
     AttentionInputs inputs{.q = q.view,
                            .q_scale = in_.q_scale.view(),
                            .kv = cache_,
                            .sinks = in_.sinks.view(),
                            .alibi_slopes = in_.alibi_slopes.view(),
                            .head_scales = in_.head_scales.view(),
-                           .relative_bias = in_.relative_bias.view()};
+                           .relative_bias = in_.relative_bias.view(),
+                           .score_tensors = score_tensors};
     AttentionOutputs outputs{.out = out.view, .lse = lse.view};
     outputs.lse.rank = 2;
     outputs.lse.sizes = {rows, heads};

@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 
 #include "attention/mask.h"
 #include "attention/position_bias.h"
 #include "attention/reference.h"
 #include "core/check.h"
 #include "core/float_types.h"
+#include "imbrex/bound_expression.h"
 
 namespace imbrex {
 namespace {
@@ -61,7 +63,11 @@ float dot(const float* a, const float* b, int count) {
 // One query row against the keys of its request.
 class NaiveRow {
  public:
-  NaiveRow(const CaseInputs& in, const float* keys, const float* values) : in_(in), spec_(in.spec), keys_(keys), values_(values) {}
+  NaiveRow(const CaseInputs& in, const float* keys, const float* values) : in_(in), spec_(in.spec), keys_(keys), values_(values) {
+    const std::vector<NamedTensor> tensors = in.named_tensors();
+    if (!spec_.score_mod.empty()) score_mod_.emplace(spec_.score_mod, tensors);
+    if (!spec_.mask_mod.empty()) mask_mod_.emplace(spec_.mask_mod, tensors);
+  }
 
   // Of query number i of a request whose first query is row `first` of q. `first_key` is the request's first row in k and v, `shown` the
   // query's custom mask row or null.
@@ -73,12 +79,22 @@ class NaiveRow {
     for (int64_t j = 0; j < r.seq_len; ++j) {
       const int64_t place = in_.key_position_of(r, first, j);
       if (!in_.tree_shows(r, first, i, j) || !mask_allows(spec_.mask, position, place) || (shown != nullptr && shown[j] == 0)) continue;
+      ExpressionVariables at{.batch = int(&r - in_.requests.data()),
+                             .head = head,
+                             .q = int(position),
+                             .kv = int(j),
+                             .q_len = r.q_len,
+                             .kv_len = r.seq_len};
+      if (mask_mod_ && !mask_mod_->evaluate(at).boolean()) continue;
       seen_.push_back(first_key + j);
       logits_.push_back(logit(dot(q, keys_ + ((first_key + j) * heads + kv_head) * dim_qk, dim_qk), head, place - position));
+      at.score = logits_.back();
+      if (score_mod_) logits_.back() = score_mod_->evaluate(at).real();
     }
     std::fill_n(out, dim_v, 0.f);
     if (seen_.empty()) return;
     float maximum = *std::max_element(logits_.begin(), logits_.end()), denominator = 0;
+    if (maximum == -std::numeric_limits<float>::infinity()) return;
     if (spec_.score.sinks) {
       const float sink = float(in_.sinks.get(head));
       maximum = std::max(maximum, sink);
@@ -116,6 +132,7 @@ class NaiveRow {
   const AttentionSpec& spec_;
   const DType dtype_ = working_dtype(spec_);
   const float *keys_, *values_;
+  std::optional<BoundExpression> score_mod_, mask_mod_;
   std::vector<int64_t> seen_;
   std::vector<float> logits_;
 };

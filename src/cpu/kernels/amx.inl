@@ -105,7 +105,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
   for (int h = 0; h < heads; ++h) fill_rows(a, item, kv_head + h, s.rows + h * blocks_each * kRowBlock);
   const Visible keys = item_keys(a, item, s.rows, num_rows);
   const bool capped = a.soft_cap > 0.f;
-  bool regular = !a.alibi_slopes && !a.bias_by_distance && !a.custom_mask;
+  bool regular = !a.alibi_slopes && !a.bias_by_distance && !a.modify_scores && !a.custom_mask;
   for (int i = 0; i < all_rows; ++i) {
     const int first = i / (blocks_each * kRowBlock) * (blocks_each * kRowBlock);  // of the head
     if (i - first >= num_rows) s.rows[i] = s.rows[first + num_rows - 1];  // padding does what the last row does, so that it needs no mask
@@ -139,7 +139,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
     const int begin = block.key();
     const long split_end = (begin / a.split_keys + 1L) * a.split_keys;
     const int end = split_end < block.end() && item.partial < 0 ? int(split_end) : block.end();
-    if (block.begins()) show(s.rows, all_rows, block.shown(), block.key());
+    if (block.begins()) show(a, item, s.rows, all_rows, block);
     if (block.leaves_split(before) && item.partial < 0) {
       for_rows([&](int i) {
         float* into = s.folded + long(i) * n.dim_tiles * 16;

@@ -326,7 +326,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
   bool folded = false;
   for (; !block.done(); before = block, block.next()) {
     const int kb = block.key();
-    if (block.begins()) show(s.rows, num_rows, block.shown(), block.key());
+    if (block.begins()) show(a, item, s.rows, num_rows, block);
     if (block.leaves_split(before) && item.partial < 0) {
       for (int i = 0; i < num_rows; ++i) {
         if (!folded) {

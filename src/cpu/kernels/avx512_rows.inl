@@ -12,7 +12,8 @@ __attribute__((noinline)) void modify_logits(const AttentionParams& a, const Row
   const vi lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const bool biased = row.slope != 0.f || row.bias;
   const int* const places = row.custom && row.key_positions ? row.key_positions + (kb - row.first_byte) : nullptr;
-  const float unit = biased ? 1.f : kLog2e;  // biases come in natural units and are added before the change of base
+  // Biases come in natural units and are added before the change of base, and a score_mod is about those too.
+  const float unit = biased || a.modify_scores ? 1.f : kLog2e;
   for (int t = 0; t < kVecs; ++t) {
     vf x = _mm512_load_ps(s[t]);
     if (a.soft_cap > 0.f) {
@@ -36,10 +37,15 @@ __attribute__((noinline)) void modify_logits(const AttentionParams& a, const Row
         const vi index = _mm512_max_epi32(_mm512_min_epi32(distance, reach), _mm512_sub_epi32(_mm512_setzero_si512(), reach));
         x = _mm512_add_ps(x, _mm512_i32gather_ps(index, row.bias, 4));
       }
-      x = _mm512_mul_ps(x, _mm512_set1_ps(kLog2e));
+      if (!a.modify_scores) x = _mm512_mul_ps(x, _mm512_set1_ps(kLog2e));
     }
     _mm512_store_ps(s[t], x);
   }
+  if (!a.modify_scores) return;
+  alignas(64) float scores[kBlockKeys];
+  for (int t = 0; t < kVecs; ++t) _mm512_store_ps(scores + 16 * t, _mm512_load_ps(s[t]));
+  modify_scores(a, row, kb, scores);
+  for (int t = 0; t < kVecs; ++t) _mm512_store_ps(s[t], _mm512_mul_ps(_mm512_load_ps(scores + 16 * t), _mm512_set1_ps(kLog2e)));
 }
 
 // Keys of a block that a row sees, 16 to a mask; without its custom mask. Scalar arithmetic: vector operations are what is scarce.

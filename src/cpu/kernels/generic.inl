@@ -147,8 +147,10 @@ void softmax_row(const AttentionParams& a, const Row& row, int kb, float* s, flo
         x += row.slope * (a.alibi_sqrt ? -__builtin_sqrtf(far < 0.f ? -far : 0.f) : far);
       }
       if (row.bias) x += row.bias[clamp_int(distance, -a.bias_reach, a.bias_reach)];
-      s[j] = x * kLog2e;
+      s[j] = x;
     }
+    if (a.modify_scores) modify_scores(a, row, kb, s);
+    for (int j = lo; j < hi; ++j) s[j] *= kLog2e;
   }
   for (int j = 0; j < lo; ++j) s[j] = -__builtin_inff();
   for (int j = hi; j < kBlockKeys; ++j) s[j] = -__builtin_inff();
@@ -265,7 +267,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, [[ma
 #endif
   for (; !block.done(); before = block, block.next()) {
     const int kb = block.key();
-    if (block.begins()) show(s.rows, num_rows, block.shown(), block.key());
+    if (block.begins()) show(a, item, s.rows, num_rows, block);
     if (block.leaves_split(before) && item.partial < 0) {
       if (!folded) clear(s.folded, long(rows) * v, s.folded_max, s.folded_sum, rows);
       for (int i = 0; i < num_rows; ++i) {

@@ -289,7 +289,7 @@ bool attend_latents(const AttentionParams& a, const WorkItem& item, int kv_head,
   alignas(64) float row_out[kMaxDim];
   for (; !block.done(); before = block, block.next()) {
     if (block.begins()) {
-      show(s.rows, s.num_tiles * kLatentRows, block.shown(), block.key());
+      show(a, item, s.rows, s.num_tiles * kLatentRows, block);
       for (int t = 0; t < s.num_tiles; ++t) s.tiles[t].custom = any_custom(s.rows + t * kLatentRows, kLatentRows);
     }
     if (block.leaves_split(before) && item.partial < 0) {

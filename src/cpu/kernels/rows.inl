@@ -10,14 +10,14 @@ constexpr int kMaxDim = 576;  // AttentionSpec::kMaxHeadDim, whose header kernel
 inline int clamp_int(int x, int lo, int hi) { return x < lo ? lo : x > hi ? hi : x; }
 
 struct Row {
-  int token, head;              // of the batch; q head
+  int request, token, head;     // of the batch; q head
   int entry;                    // number of the token in the item
   int position;                 // of the query among the request's keys
   int lo, hi;                   // visible keys, custom mask aside
   float scale;                  // of q.k, everything folded in but log2(e)
   float slope;                  // ALiBi, natural log units
   const float* bias;            // by distance, centred, or null
-  const unsigned char* bytes;   // of the custom mask or of a tree's tail, this query's; or null
+  const unsigned char* bytes;   // of the custom mask, of a tree's tail or, in a stretch, of a mask_mod, this query's; or null
   const unsigned char* custom;  // `bytes`, or null in a stretch of keys that it hides none of
   int first_byte;               // the key of bytes[0]
   const int* key_positions;     // likewise, where keys have others than their numbers: in a tree's tail; or null
@@ -45,7 +45,8 @@ inline void fill_rows(const AttentionParams& a, const WorkItem& item, int kv_hea
     }
     for (int g = 0; g < group; ++g, ++row) {
       const Row& of_head = rows[g];
-      *row = {.token = t,
+      *row = {.request = r,
+              .token = t,
               .head = of_head.head,
               .entry = i - item.q_begin,
               .position = position,
@@ -60,11 +61,6 @@ inline void fill_rows(const AttentionParams& a, const WorkItem& item, int kv_hea
               .key_positions = tail ? a.tree_positions + tail->key_positions : nullptr};
     }
   }
-}
-
-// Prepares rows for the stretch of keys that begins with `key`: `shown` ones are hidden from none of them by the custom mask.
-inline void show(Row* rows, int num_rows, bool shown, int key) {
-  for (int i = 0; i < num_rows; ++i) rows[i].custom = shown || key < rows[i].first_byte ? nullptr : rows[i].bytes;
 }
 
 inline bool any_custom(const Row* rows, int num_rows) {
@@ -86,6 +82,7 @@ class KeyBlocks {
   bool done() const { return key_ >= end_; }
   int key() const { return key_; }  // the first of the block
   int end() const { return end_; }  // of the stretch
+  const KeyStretch* stretch() const { return now_; }  // null: all keys of the item are one
   bool shown() const { return shown_; }
   bool begins() const { return begins_; }  // whether the block is a stretch's first, so that `shown` may be another
   bool leaves_split(const KeyBlocks& before) const { return key_ / split_ != before.key_ / split_; }
@@ -100,17 +97,42 @@ class KeyBlocks {
   void begin_stretch() {
     if (left_ == 0) return;
     key_ = stretch_->begin, end_ = stretch_->end, shown_ = stretch_->shown != 0, begins_ = true;
-    ++stretch_, --left_;
+    now_ = stretch_++, --left_;
   }
-  const KeyStretch* stretch_ = nullptr;  // the next one
+  const KeyStretch *now_ = nullptr, *stretch_ = nullptr;  // this one, and the next one
   int left_ = 0, key_, end_, split_;
   bool shown_ = false, begins_ = false;
 };
 
+// Prepares rows for the stretch of keys that begins with the block: `shown` ones are hidden from none of them by a mask of bytes.
+inline void show(const AttentionParams& a, const WorkItem& item, Row* rows, int num_rows, const KeyBlocks& block) {
+  const long bytes = a.stretch_bytes && block.stretch() ? a.stretch_bytes[block.stretch() - a.stretches] : -1;
+  const long width = bytes < 0 ? 0 : (block.end() - block.key() + kBlockKeys - 1l) / kBlockKeys * kBlockKeys;
+  for (int i = 0; i < num_rows; ++i) {
+    Row& row = rows[i];
+    if (bytes >= 0) {
+      const long of_head = a.mask_heads > 1 ? row.head * long(item.q_end - item.q_begin) : 0;
+      row.bytes = a.mask_bytes + bytes + (of_head + row.entry) * width;
+      row.first_byte = block.key();
+    }
+    row.custom = block.shown() || block.key() < row.first_byte ? nullptr : row.bytes;
+  }
+}
+
 inline int usual_split_keys(const AttentionParams&) { return kSplitKeys; }
 
 // True where a logit is q.k * scale and nothing else.
-inline bool plain_logits(const AttentionParams& a) { return a.soft_cap == 0.f && !a.alibi_slopes && !a.bias_by_distance; }
+inline bool plain_logits(const AttentionParams& a) {
+  return a.soft_cap == 0.f && !a.alibi_slopes && !a.bias_by_distance && !a.modify_scores;
+}
+
+// What the score_mod makes of a row's logits in natural units, s[0] that of key `kb`: of those keys of the block that the row may see.
+inline void modify_scores(const AttentionParams& a, const Row& row, int kb, float* s) {
+  const int begin = clamp_int(row.lo, kb, kb + kBlockKeys), end = clamp_int(row.hi, begin, kb + kBlockKeys);
+  if (begin == end) return;
+  const int q_len = a.query_start[row.request + 1] - a.query_start[row.request];
+  a.modify_scores(a.score_mod, {row.request, row.head, row.position, q_len, a.seq_lens[row.request], begin, end}, s + (begin - kb));
+}
 
 // Keys that at least one row of the item sees: nothing else of the cache may be read, or multiplied even by zero (it may hold NaN).
 inline Visible item_keys(const AttentionParams& a, const WorkItem& item, const Row* rows, int num_rows) {

@@ -18,6 +18,8 @@ namespace {
 bool is_narrow(const RecurrentSpec& spec) { return spec.head_dim_v == 1 && spec.head_dim_k <= 128 && !spec.delta && !spec.channel_gate; }
 
 constexpr int64_t kAlignedBytes = 16;
+// What the chunks of a round may take of scratch: this, or a part of the device's memory. Each round ends with idle multiprocessors.
+constexpr int64_t kLeastRoom = 192 << 20, kRoomShare = 256;
 
 constexpr auto parts_of(auto whole, int each) { return (whole + each - 1) / each; }
 
@@ -150,6 +152,7 @@ std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const Recurrent
   k.units = spec.num_v_heads * tiles;
   k.weights_bytes = spec.num_v_heads * int64_t(recurrent_weights_bytes(dim_k, spec.delta, channels));
   k.carried_bytes = int64_t(spec.num_v_heads) * dim_k * dim_v * int64_t(sizeof(float));
+  k.scratch_room = std::max<int64_t>(kLeastRoom, device.memory_bytes / kRoomShare);
   const gpu::Constant norms{"kNorms", spec.qk_norm};
   k.weights = {"recurrent_weights.cu", std::string(arch), {type, state_type, keys, delta, gate, norms, {"kShared", shared_heads}}};
   if (channels) {
@@ -221,9 +224,9 @@ bool encode_chunk_maps(ChunkMaps& maps, const RecurrentInputs& in, const Recurre
 }
 
 ChunkRounds::ChunkRounds(const ChunkKernels& kernels, const PlanLimits& limits) {
-  constexpr int64_t kRoom = 192 << 20, kAlignment = 256;  // bytes of what is made of chunks: with little room a round has few requests
+  constexpr int64_t kAlignment = 256;
   const int64_t most = std::max<int64_t>(numbers(limits.max_num_tokens, limits.max_num_reqs), 1);
-  each = std::clamp<int64_t>(kRoom / kernels.weights_bytes, 1, most);
+  each = std::clamp<int64_t>(kernels.scratch_room / kernels.weights_bytes, 1, most);
   carried = (each * kernels.weights_bytes + kAlignment - 1) / kAlignment * kAlignment;
   const int64_t longest = limits.max_query_len > 0 ? limits.max_query_len : limits.max_num_tokens;
   const bool are_long = longest > (kLeastSegments * kernels.least_segment - 1) * int64_t(kRecurrentChunk);

@@ -66,6 +66,7 @@ struct ChunkKernels {
   int units = 0;                                   // thread blocks that a request needs there
   int blocks_together = 0;                         // that a multiprocessor is to hold
   int64_t weights_bytes = 0, carried_bytes = 0;    // of a chunk; of a state that goes on from one round to the next
+  int64_t scratch_room = 0;                        // bytes that the chunks of a round may take
   // Where heads are too few for all multiprocessors: how many segments a long request has at most, else 1. Thread blocks that a segment
   // needs of `ends`, and a request of `segments`; bytes of a segment's place; and chunks of a segment at least.
   int most_segments = 1, least_segment = 1, ends_units = 0, segments_units = 0;

@@ -14,9 +14,12 @@ namespace {
 // What does not fit in scratch at once is shared out evenly, so that rounds end where requests of one length do.
 TEST(ChunkRounds, HaveOneLength) {
   const RecurrentSpec gdn{.num_k_heads = 16, .num_v_heads = 64, .head_dim_k = 128, .head_dim_v = 128, .delta = true, .sigmoid_beta = true};
-  const DeviceInfo h200 = describe_device("h200");
-  const ChunkRounds rounds(*chunk_kernels(arch_of(h200), gdn, h200), {.max_num_reqs = 8, .max_num_tokens = 65536});
-  EXPECT_EQ(rounds.each, 278);
+  DeviceInfo device = describe_device("h200");
+  const PlanLimits limits{.max_num_reqs = 8, .max_num_tokens = 65536};
+  EXPECT_EQ(ChunkRounds(*chunk_kernels(arch_of(device), gdn, device), limits).each, 819);  // 141 GiB / 256
+  device.memory_bytes = int64_t(24) << 30;
+  const ChunkRounds rounds(*chunk_kernels(arch_of(device), gdn, device), limits);
+  EXPECT_EQ(rounds.each, 278);  // 192 MiB
   const auto numbers = [](int64_t requests, int64_t tokens) { return ChunkRounds::numbers(requests * tokens, requests); };
   EXPECT_EQ(rounds.each_of(numbers(4, 8192)), 2 * 129);
   EXPECT_EQ(rounds.each_of(numbers(8, 8192)), 2 * 129);
