@@ -281,8 +281,7 @@ bool sm90_reads(KvFormat format) { return format == KvFormat::fp8_ds_mla; }
 
 // Why none of the kernels of cuda_sm90 takes a layer.
 std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) {
-  if (has_expressions(spec))
-    return {{spec.mask_mod.empty() ? "spec.score_mod" : "spec.mask_mod", "no expression: cuda_sm80 runs them", "one"}};
+  if (has_expressions(spec)) return refuse_expressions(spec);
   const bool few_rows = attention_sm90_decode_tiles("sm_90a", spec, kDecodeRows) || attention_sm90_verify_tiles("sm_90a", spec);
   if (few_rows || runs_sm90_latents("sm_90a", spec)) return {};
   std::vector<Reason> reasons = sm90_prefill(spec).refusals(spec);
@@ -346,7 +345,6 @@ class CudaBackend final : public BackendOf<AttentionFamily> {
     }
     if (!reads(kernels_, spec)) reasons.push_back({"spec.kv_format", formats_of(kernels_), to_string(spec.kv_format)});
     std::ranges::move(refusals_(spec, device), std::back_inserter(reasons));
-    std::ranges::move(refuse_expressions(spec), std::back_inserter(reasons));
     return reasons;
   }
 

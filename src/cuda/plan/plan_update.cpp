@@ -2,10 +2,10 @@
 // commit() sends it.
 #include <algorithm>
 
-#include "attention/mask_stretches.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
 #include "cuda/attention/expressions.h"
+#include "cuda/plan/mask_stretches.h"
 #include "cuda/plan/plan.h"
 #include "cuda/plan/shared_items.h"
 
@@ -143,8 +143,7 @@ void Plan::leave_out_hidden(const Batch& batch, Step& next) {
     if (list.num_work == 0) continue;
     list.work.resize(size_t(list.num_work));
     write_work(list, list.work.data());
-    find_stretches(batch, spec_, s.policy.tile_kv, list);
-    drop_stretches_beyond(s.stretches.capacity, list);
+    find_mask_stretches(batch, spec_, s.policy.tile_q, s.policy.tile_kv, s.stretches.capacity, list);
   }
 }
 

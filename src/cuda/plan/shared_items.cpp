@@ -25,17 +25,6 @@ void write_items(const Schedule& list, WorkItem* to) {
   }
 }
 
-void drop_stretches_beyond(size_t room, Schedule& list) {
-  std::vector<KeyStretch>& stretches = list.details.stretches;
-  if (stretches.size() <= room) return;
-  for (WorkItem& item : list.work) {
-    if (item.piece >= 0) continue;
-    const ItemDetails& details = list.details.items[size_t(~item.piece)];
-    if (size_t(details.first_stretch + details.num_stretches) > room) item.piece = 0;
-  }
-  stretches.resize(room);
-}
-
 void write_shared_tokens(const ListDetails& details, SharedToken* to) {
   const int* token = details.tokens.data() + details.request_of.size();
   for (const int merge : details.merge_of) *to++ = {*token++, merge};

@@ -9,8 +9,6 @@ namespace imbrex::cuda {
 void write_merges(const Schedule&, MergeItem* to);  // list.merges.size() of them
 // Schedule::num_work items. Of a list without details write_work() writes them, since nothing else has.
 void write_items(const Schedule&, WorkItem* to);
-// Items whose stretches are not among the first `room` of the list compute all of their keys.
-void drop_stretches_beyond(size_t room, Schedule&);
 void write_shared_tokens(const ListDetails&, SharedToken* to);  // merge_of.size() of them
 
 }  // namespace imbrex::cuda
