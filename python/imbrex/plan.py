@@ -1,6 +1,6 @@
 """Selection, plans and caches in the shape that Python users expect."""
 import sys
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from . import _core
 from ._frameworks import empty, exported, no_gradient, stream_address
@@ -96,6 +96,10 @@ class KvCache:
         self._memory.copy_blocks(copies, stream_address(stream, None))
 
 
+def _exported_by_name(arrays: Optional[Dict[str, Array]]) -> Dict[str, Any]:
+    return {name: exported(array) for name, array in (arrays or {}).items()}
+
+
 class Workspace:
     """Scratch memory that plans of one device share: as much as the one that needs most, where without it each has its own.
 
@@ -185,6 +189,7 @@ class Plan:
         positions: Optional[Array] = None,
         draft_parents: Optional[Array] = None,
         num_drafts: Optional[Array] = None,
+        mask_tensors: Optional[Dict[str, Array]] = None,
         stream: Any = None,
     ) -> None:
         """One scheduler step.
@@ -195,7 +200,8 @@ class Plan:
         written. custom_mask uint8 [sum of q_len * seq_len]. These are used where they lie and kept until the next update. positions int32
         [num_tokens], on the host, for a spec with positions=True: where each query stands among its request's keys. draft_parents int32
         [num_tokens], on the host, for a spec with tree=True: the token of its request that each follows, counted from 0, or -1; without it, a
-        chain. With num_drafts int32 [num_reqs] that of a request's last tokens alone.
+        chain. With num_drafts int32 [num_reqs] that of a request's last tokens alone. mask_tensors are those that spec.mask_mod reads, by name,
+        on the host: int32, float32 or uint8 as declared there.
         """
         anchor = next((a for a in (block_table, kv_indices, kv_start_loc, slot_mapping) if a is not None), query_start_loc)
         self._plan.update(
@@ -211,6 +217,7 @@ class Plan:
             positions=exported(positions),
             draft_parents=exported(draft_parents),
             num_drafts=exported(num_drafts),
+            mask_tensors=_exported_by_name(mask_tensors),
             stream=stream_address(stream, anchor, self._gpu),
         )
 
@@ -278,12 +285,14 @@ class Plan:
         alibi_slopes: Optional[Array] = None,
         head_scales: Optional[Array] = None,
         relative_bias: Optional[Array] = None,
+        score_tensors: Optional[Dict[str, Array]] = None,
         stream: Any = None,
     ) -> Array:
         """Attention of q [>= num_tokens, num_q_heads, head_dim_qk] over a layer's pages.
 
         Returns out [.., num_q_heads, head_dim_v], which is made when it is not given. lse float32 [.., num_q_heads] receives the natural
-        logarithm of the softmax's denominator. The others are float32 [num_q_heads], where the spec has them. out and lse have memory of their
+        logarithm of the softmax's denominator. score_tensors are those that spec.score_mod reads, by name, float32, int32 or uint8 as declared
+        there. The others are float32 [num_q_heads], where the spec has them. out and lse have memory of their
         own. There is no backward pass: tensors that want a gradient are refused.
         """
         layer = KvLayer(*layer)
@@ -297,6 +306,7 @@ class Plan:
             alibi_slopes=exported(alibi_slopes),
             head_scales=exported(head_scales),
             relative_bias=exported(relative_bias),
+            score_tensors=_exported_by_name(score_tensors),
             stream=stream_address(stream, q),
         )
         return out

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -100,6 +101,22 @@ KvCache kv_of(const PyPlan& p, const Array& k, const PyLayer& rest) {
           .k_rope_scale = view_of(rest.k_rope_scale, "k_rope_scale", DType::f32)};
 }
 
+using NamedArrays = std::map<std::string, Array>;
+
+// Those of the arrays that an expression reads.
+std::vector<NamedTensor> named_tensors(const NamedArrays& arrays, const Expression& expression) {
+  std::vector<NamedTensor> tensors;
+  for (const ExpressionTensor& wanted : expression.empty() ? std::span<const ExpressionTensor>() : expression.tensors()) {
+    const auto found = arrays.find(wanted.name);
+    if (found == arrays.end()) continue;  // the library says so
+    const DType type = wanted.type == ExpressionType::real      ? DType::f32
+                       : wanted.type == ExpressionType::integer ? DType::i32
+                                                                : DType::u8;
+    tensors.push_back({wanted.name, view_of(found->second, wanted.name.c_str(), type)});
+  }
+  return tensors;
+}
+
 void bind_workspace(nb::module_& m) {
   nb::class_<PyWorkspace>(m, "Workspace")
       .def(
@@ -158,8 +175,11 @@ void bind_plan_class(nb::module_& m) {
           [](PyPlan& p, const Array& query_start_loc, const Array& seq_lens, const OptionalArray& block_table,
              const OptionalArray& kv_indptr, const OptionalArray& kv_indices, const OptionalArray& kv_last_page_len,
              const OptionalArray& kv_start_loc, const OptionalArray& slot_mapping, const OptionalArray& custom_mask,
-             const OptionalArray& positions, const OptionalArray& draft_parents, const OptionalArray& num_drafts, uintptr_t stream) {
+             const OptionalArray& positions, const OptionalArray& draft_parents, const OptionalArray& num_drafts,
+             const NamedArrays& mask_tensors, uintptr_t stream) {
+            const std::vector<NamedTensor> of_mask = named_tensors(mask_tensors, p.spec.mask_mod);
             Batch batch;
+            batch.mask_tensors = of_mask;
             batch.query_start_loc = host_numbers(query_start_loc, "query_start_loc");
             batch.seq_lens = host_numbers(seq_lens, "seq_lens");
             batch.block_table = view_of(block_table, "block_table", DType::i32);
@@ -174,11 +194,13 @@ void bind_plan_class(nb::module_& m) {
             if (num_drafts) batch.num_drafts = host_numbers(*num_drafts, "num_drafts");
             p.use(stream, [&](AttentionPlan& plan, Stream on) { plan.update(batch, on); });
             p.hold({&block_table, &kv_indptr, &kv_indices, &kv_last_page_len, &kv_start_loc, &slot_mapping, &custom_mask});
+            for (const auto& [name, array] : mask_tensors) p.state->held.push_back(array);
           },
           nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("block_table") = nb::none(), nb::arg("kv_indptr") = nb::none(),
           nb::arg("kv_indices") = nb::none(), nb::arg("kv_last_page_len") = nb::none(), nb::arg("kv_start_loc") = nb::none(),
           nb::arg("slot_mapping") = nb::none(), nb::arg("custom_mask") = nb::none(), nb::arg("positions") = nb::none(),
-          nb::arg("draft_parents") = nb::none(), nb::arg("num_drafts") = nb::none(), nb::arg("stream") = 0)
+          nb::arg("draft_parents") = nb::none(), nb::arg("num_drafts") = nb::none(), nb::arg("mask_tensors") = NamedArrays(),
+          nb::arg("stream") = 0)
       .def(
           "update_on_device",
           [](PyPlan& p, const Array& query_start_loc, const Array& seq_lens, int max_num_tokens, const OptionalArray& block_table,
@@ -235,14 +257,16 @@ void bind_plan_class(nb::module_& m) {
           [](PyPlan& p, const Array& q, const Array& k_cache, const OptionalArray& v_cache, const OptionalArray& k_scale,
              const OptionalArray& v_scale, const OptionalArray& k_rope, const OptionalArray& k_rope_scale, nb::handle out, nb::handle lse,
              const OptionalArray& q_scale, const OptionalArray& sinks, const OptionalArray& alibi_slopes, const OptionalArray& head_scales,
-             const OptionalArray& relative_bias, uintptr_t stream) {
+             const OptionalArray& relative_bias, const NamedArrays& score_tensors, uintptr_t stream) {
+            const std::vector<NamedTensor> of_score = named_tensors(score_tensors, p.spec.score_mod);
             const AttentionInputs in{.q = view_of(q, "q", p.spec.q_dtype),
                                      .q_scale = view_of(q_scale, "q_scale", DType::f32),
                                      .kv = kv_of(p, k_cache, {v_cache, k_scale, v_scale, k_rope, k_rope_scale}),
                                      .sinks = view_of(sinks, "sinks", DType::f32),
                                      .alibi_slopes = view_of(alibi_slopes, "alibi_slopes", DType::f32),
                                      .head_scales = view_of(head_scales, "head_scales", DType::f32),
-                                     .relative_bias = view_of(relative_bias, "relative_bias", DType::f32)};
+                                     .relative_bias = view_of(relative_bias, "relative_bias", DType::f32),
+                                     .score_tensors = of_score};
             const Array out_array = written(out, "out");
             const OptionalArray lse_array = lse.is_none() ? std::nullopt : OptionalArray(written(lse, "lse"));
             const AttentionOutputs outputs{.out = written_view(out_array, "out", p.spec.out_dtypes().front()),
@@ -256,7 +280,7 @@ void bind_plan_class(nb::module_& m) {
           nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache").none(), nb::arg("k_scale").none(), nb::arg("v_scale").none(),
           nb::arg("k_rope").none(), nb::arg("k_rope_scale").none(), nb::arg("out"), nb::arg("lse").none(), nb::arg("q_scale") = nb::none(),
           nb::arg("sinks") = nb::none(), nb::arg("alibi_slopes") = nb::none(), nb::arg("head_scales") = nb::none(),
-          nb::arg("relative_bias") = nb::none(), nb::arg("stream") = 0)
+          nb::arg("relative_bias") = nb::none(), nb::arg("score_tensors") = NamedArrays(), nb::arg("stream") = 0)
       .def(
           "prepare",
           [](nb::handle_t<PyPlan> self, const Array& q, const Array& k_cache, const OptionalArray& v_cache, nb::handle out) {

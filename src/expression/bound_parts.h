@@ -15,6 +15,7 @@ struct RowStep {
   int node;
   int out;                            // number of a buffer of lanes
   std::array<int, 3> in{-1, -1, -1};  // of those of its arguments
+  int along = -1;                     // of an element: the index that is kv, where the others are the same for all keys
 };
 
 struct BoundExpression::Parts {

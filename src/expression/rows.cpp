@@ -1,5 +1,6 @@
 // Expressions along rows of keys: operation by operation on a few keys at a time, in loops that compilers make vectors of.
 #include <algorithm>
+#include <cstring>
 
 #include "core/check.h"
 #include "expression/bound_parts.h"
@@ -8,22 +9,43 @@ namespace imbrex {
 namespace {
 
 constexpr int kRowChunk = 128;  // keys at a time: the buffers of a usual expression stay in L1
-constexpr int kFewBuffers = 24;
+constexpr size_t kFewNodes = 24;
 
 using RowLanes = int32_t[kRowChunk];
+
+// Loops are compiled for vectors of 16 lanes too, whatever the rest of the library is compiled for: everything that they call becomes a part
+// of them. Bits are the same, since nothing is contracted.
+#if defined(__x86_64__) && !defined(__AVX512F__)
+#define IMBREX_ROWS_OF_16 1
+[[nodiscard]] bool has_16_lanes() {
+  static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                          __builtin_cpu_supports("avx512vl");
+  return has;
+}
+#endif
 
 template <class F>
 struct RowOf;
 template <class F, class R, class... T>
 struct RowOf<R (F::*)(T...) const> {
+  using In = std::array<const int32_t*, 3>;
   template <size_t... kPlaces>
-  static void run(const F& f, int count, int32_t* __restrict out, const std::array<const int32_t*, 3>& in,
-                  std::index_sequence<kPlaces...>) {
+  [[gnu::always_inline]] static inline void loop(const F& f, int count, int32_t* __restrict out, const In& in,
+                                                 std::index_sequence<kPlaces...>) {
     const int32_t* const lanes[] = {in[kPlaces]...};
     for (int i = 0; i < count; ++i) out[i] = ExpressionBits::of(f(value_as<T>(ExpressionBits{lanes[kPlaces][i]})...)).bits;
   }
-  static void run(const F& f, int count, int32_t* out, const std::array<const int32_t*, 3>& in) {
-    run(f, count, out, in, std::make_index_sequence<sizeof...(T)>());
+#ifdef IMBREX_ROWS_OF_16
+  [[gnu::flatten, gnu::target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")]] static void run_16(const F& f, int count,
+                                                                                                                  int32_t* out, const In& in) {
+    loop(f, count, out, in, std::make_index_sequence<sizeof...(T)>());
+  }
+#endif
+  static void run(const F& f, int count, int32_t* out, const In& in) {
+#ifdef IMBREX_ROWS_OF_16
+    if (has_16_lanes()) return run_16(f, count, out, in);
+#endif
+    loop(f, count, out, in, std::make_index_sequence<sizeof...(T)>());
   }
 };
 
@@ -47,6 +69,17 @@ void read_elements(const ExpressionTensorData& tensor, ExpressionType type, bool
     return checked ? read_elements<uint8_t, true>(tensor, count, out, in) : read_elements<uint8_t, false>(tensor, count, out, in);
   }
   return checked ? read_elements<int32_t, true>(tensor, count, out, in) : read_elements<int32_t, false>(tensor, count, out, in);
+}
+
+// Elements one behind the other along the keys, all within the tensor. False where they are not of 32 bits or not neighbours.
+bool copy_elements(const ExpressionTensorData& tensor, ExpressionType type, size_t along, int count, int32_t* out,
+                   const std::array<const int32_t*, 3>& in) {
+  if (type == ExpressionType::boolean || tensor.strides[along] != 1) return false;
+  long first = 0;
+  for (size_t i = 0; i < in.size(); ++i)
+    if (in[i]) first += in[i][0] * tensor.strides[i];
+  std::memcpy(out, static_cast<const int32_t*>(tensor.data) + first, size_t(count) * sizeof(int32_t));
+  return true;
 }
 
 }  // namespace
@@ -79,6 +112,18 @@ void BoundExpression::Parts::plan_rows() {
       }
       step.in[i] = buffer[size_t(arg)];
     }
+    const ExpressionNode& read = nodes[size_t(n)];
+    if (read.op == ExpressionOp::tensor) {
+      int others = 0;  // that are not the same for all keys, and not kv
+      for (size_t i = 0; i < 3; ++i) {
+        const int arg = read.args[i];
+        if (arg < 0 || !varies[size_t(arg)]) continue;
+        const ExpressionNode& index = nodes[size_t(arg)];
+        const bool is_kv = index.op == ExpressionOp::variable && index.value == int(ExpressionVariable::kv) && step.along < 0;
+        is_kv ? void(step.along = int(i)) : void(++others);
+      }
+      if (others > 0) step.along = -1;
+    }
     // Before those of its arguments are free: no operation writes over what it reads.
     if (free.empty()) free.push_back(num_buffers++);
     step.out = buffer[size_t(n)] = free.back();
@@ -101,13 +146,12 @@ bool BoundExpression::Parts::holds(const ExpressionVariables& at, int kv_begin, 
 
 namespace {
 
-// `lanes`: num_buffers of them.
+// `lanes`: num_buffers of them; `fixed`: as many as there are nodes.
 template <class Parts>
 void run_steps(const Parts& parts, const ExpressionVariables& at, int kv_begin, int kv_end, const float* scores, float* to_scores,
-               uint8_t* to_bytes, RowLanes* lanes) {
+               uint8_t* to_bytes, RowLanes* lanes, ExpressionBits* fixed) {
   const std::span<const ExpressionNode> nodes = parts.expression.nodes();
-  std::array<ExpressionBits, Expression::kMaxNodes> fixed;
-  for (const int n : parts.fixed_nodes) fixed[size_t(n)] = parts.value_of(n, at, fixed.data());
+  for (const int n : parts.fixed_nodes) fixed[size_t(n)] = parts.value_of(n, at, fixed);
   for (const RowStep& step : parts.spread) std::fill_n(lanes[step.out], kRowChunk, fixed[size_t(step.node)].bits);
   const bool outside = !parts.holds(at, kv_begin, kv_end);
   for (int begin = kv_begin; begin < kv_end;) {
@@ -120,10 +164,15 @@ void run_steps(const Parts& parts, const ExpressionVariables& at, int kv_begin, 
       for (size_t i = 0; i < 3; ++i) in[i] = step.in[i] < 0 ? nullptr : lanes[step.in[i]];
       if (node.op == ExpressionOp::variable && node.value == int(ExpressionVariable::kv)) {
         for (int i = 0; i < count; ++i) out[i] = begin + i;
+      } else if (node.op == ExpressionOp::variable && scores) {
+        std::memcpy(out, scores + done, size_t(count) * sizeof(float));
       } else if (node.op == ExpressionOp::variable) {
-        for (int i = 0; i < count; ++i) out[i] = ExpressionBits::of(scores ? scores[done + i] : at.score).bits;
+        for (int i = 0; i < count; ++i) out[i] = ExpressionBits::of(at.score).bits;
       } else if (node.op == ExpressionOp::tensor) {
-        read_elements(parts.tensors[size_t(node.value)], node.type, outside || parts.checked[size_t(step.node)], count, out, in);
+        const ExpressionTensorData& tensor = parts.tensors[size_t(node.value)];
+        const bool checked = outside || parts.checked[size_t(step.node)];
+        if (checked || step.along < 0 || !copy_elements(tensor, node.type, size_t(step.along), count, out, in))
+          read_elements(tensor, node.type, checked, count, out, in);
       } else {
         with_operation(node.op, operand_type(nodes, node),
                        [&](const auto& f) { RowOf<decltype(&std::decay_t<decltype(f)>::operator())>::run(f, count, out, in); });
@@ -131,8 +180,10 @@ void run_steps(const Parts& parts, const ExpressionVariables& at, int kv_begin, 
     }
     const int32_t* const result = parts.result_buffer < 0 ? nullptr : lanes[parts.result_buffer];
     const int32_t same = fixed[nodes.size() - 1].bits;
-    if (to_scores) {
-      for (int i = 0; i < count; ++i) to_scores[done + i] = ExpressionBits{result ? result[i] : same}.real();
+    if (to_scores && result) {
+      std::memcpy(to_scores + done, result, size_t(count) * sizeof(float));
+    } else if (to_scores) {
+      for (int i = 0; i < count; ++i) to_scores[done + i] = ExpressionBits{same}.real();
     } else {
       for (int i = 0; i < count; ++i) to_bytes[done + i] = uint8_t(result ? result[i] : same);
     }
@@ -145,12 +196,14 @@ void run_steps(const Parts& parts, const ExpressionVariables& at, int kv_begin, 
 void BoundExpression::Parts::run_row(const ExpressionVariables& at, int kv_begin, int kv_end, const float* scores, float* to_scores,
                                      uint8_t* to_bytes) const {
   if (kv_begin >= kv_end) return;
-  if (num_buffers <= kFewBuffers) {
-    alignas(64) RowLanes lanes[kFewBuffers];
-    run_steps(*this, at, kv_begin, kv_end, scores, to_scores, to_bytes, lanes);
+  if (expression.nodes().size() <= kFewNodes) {
+    alignas(64) RowLanes lanes[kFewNodes];
+    ExpressionBits fixed[kFewNodes];
+    run_steps(*this, at, kv_begin, kv_end, scores, to_scores, to_bytes, lanes, fixed);
   } else {
     alignas(64) RowLanes lanes[Expression::kMaxNodes];
-    run_steps(*this, at, kv_begin, kv_end, scores, to_scores, to_bytes, lanes);
+    ExpressionBits fixed[Expression::kMaxNodes];
+    run_steps(*this, at, kv_begin, kv_end, scores, to_scores, to_bytes, lanes, fixed);
   }
 }
 

@@ -5,7 +5,9 @@
 #include <cstring>
 #include <numeric>
 #include <random>
+#include <regex>
 
+#include "core/check.h"
 #include "core/float_types.h"
 #include "imbrex/block_pool.h"
 
@@ -30,6 +32,41 @@ HostTensor cut_heads(const HostTensor& t, int64_t head, int64_t heads) {
   HostTensor part = HostTensor::make(DType::f32, sizes);
   for (int64_t i = 0; i < part.num_elements(); ++i) part.set(i, t.get(i / heads * t.sizes.back() + head + i % heads));
   return part;
+}
+
+// What an expression is to a sample, whose one request and first head have the number 0.
+Expression of_sample(const Expression& whole, int request, const BenchRequest& r, int first_head) {
+  if (whole.empty()) return {};
+  std::string text = whole.text();
+  const std::pair<const char*, std::string> values[] = {{"\\bbatch\\b", std::to_string(request)},
+                                                        {"\\bhead\\b", "(head + " + std::to_string(first_head) + ")"},
+                                                        {"\\bq_len\\b", std::to_string(r.q_len)},
+                                                        {"\\bkv_len\\b", std::to_string(r.seq_len)}};
+  for (const auto& [name, value] : values) text = std::regex_replace(text, std::regex(name), value);
+  return parse_expression(text);
+}
+
+// Tensors of expressions, by type and rank: floats are of q heads, falling by powers of two as ALiBi's slopes do, or of these and keys;
+// ints are of requests, a quarter of their keys, or of these and keys, numbers of documents of 1000 tokens; bools likewise, two of three true.
+HostTensor expression_tensor(const ExpressionTensor& wanted, int64_t heads, const std::vector<int32_t>& seq_lens, std::mt19937_64& random) {
+  constexpr int64_t kDocument = 1000;
+  const int64_t longest = std::max<int64_t>(seq_lens.empty() ? 1 : *std::ranges::max_element(seq_lens), 1);
+  check(wanted.rank <= 2, "bench.expression", "bench makes tensors with 1 or 2 indices, {} has {}", wanted.name, wanted.rank);
+  const bool real = wanted.type == ExpressionType::real, each = wanted.rank == 1;
+  std::vector<int64_t> sizes{real ? heads : std::max<int64_t>(int64_t(seq_lens.size()), 1)};
+  if (!each) sizes.push_back(longest);
+  if (real && !each) return random_f32(true, sizes, random);
+  HostTensor t = HostTensor::make(real ? DType::f32 : wanted.type == ExpressionType::integer ? DType::i32 : DType::u8, sizes);
+  for (int64_t i = 0; i < t.num_elements(); ++i) {
+    if (real)
+      t.set(i, 1.0 / double(int64_t(1) << (1 + i % 8)));
+    else if (wanted.type == ExpressionType::boolean)
+      t.bytes[size_t(i)] = random() % 3 != 0;
+    else
+      reinterpret_cast<int32_t*>(t.bytes.data())[i] =
+          int32_t(!each ? i % longest / kDocument : seq_lens.empty() ? 0 : seq_lens[size_t(i)] / 4);
+  }
+  return t;
 }
 
 }  // namespace
@@ -60,6 +97,7 @@ BenchProblem::BenchProblem(const BackendOf<AttentionFamily>& backend, const Atte
   batch_.query_start_loc = query_start_loc_;
   batch_.seq_lens = seq_lens_;
   if (spec.mask.custom) batch_.custom_mask = parameters_.custom_mask.view();
+  batch_.mask_tensors = mask_tensors_;
   batch_.positions = positions_;
   batch_.draft_parents = draft_parents_;
   if (spec.block_size == 0) {
@@ -119,11 +157,18 @@ void BenchProblem::make_parameters(const BenchOptions& options) {
   // Two drafts behind each, as far as there are, in a request that is short enough for a tree.
   for (size_t r = 0; spec_.mask.tree && r < seq_lens_.size(); ++r)
     for (int t = 0, count = requests_[r].q_len; t < count; ++t) draft_parents_.push_back(is_tree(r) ? (t + 1) / 2 - 1 : t - 1);
+  for (const Expression* e : {&spec_.score_mod, &spec_.mask_mod})
+    for (const ExpressionTensor& wanted : e->empty() ? std::span<const ExpressionTensor>() : e->tensors())
+      if (std::ranges::find(parameters_.expression_tensors, wanted.name, &NamedHostTensor::name) == parameters_.expression_tensors.end())
+        parameters_.expression_tensors.push_back({wanted.name, expression_tensor(wanted, heads, seq_lens_, random)});
   const auto place = [&](const HostTensor& t) { return t.empty() ? TensorView{} : owned_.emplace_back(stream_.copy_of(t.view())).view; };
   inputs_.sinks = place(parameters_.sinks);
   inputs_.alibi_slopes = place(parameters_.alibi_slopes);
   inputs_.head_scales = place(parameters_.head_scales);
   inputs_.relative_bias = place(parameters_.relative_bias);
+  mask_tensors_ = parameters_.named_tensors();
+  for (const auto& [name, tensor] : parameters_.expression_tensors) score_tensors_.push_back({name, place(tensor)});
+  inputs_.score_tensors = score_tensors_;
 }
 
 void BenchProblem::make_tables(uint64_t seed) {
@@ -184,7 +229,7 @@ void BenchProblem::make_rows(Side side, int64_t first, const TensorView& to) con
 // Every key goes through the backend's own write_kv, some thousand tokens at a time.
 void BenchProblem::write_caches(const BackendOf<AttentionFamily>& backend, const DeviceInfo& device, const BenchOptions& options) {
   AttentionSpec spec = spec_;
-  spec.mask.custom = false;
+  spec.mask.custom = false, spec.mask_mod = {}, spec.score_mod = {};
   const PlanOptions plan_options{
       .limits = {1, int(kStep), std::max(limits_.max_seq_len, int(kStep))}, .threads = options.threads, .load_on_demand = true};
   const auto plan = backend.plan(spec, device, plan_options);
@@ -256,6 +301,8 @@ CaseInputs BenchProblem::sample(int request, int query, int kv_head) const {
   in.spec = spec_;
   in.spec.num_q_heads = group;
   in.spec.num_kv_heads = 1;
+  in.spec.score_mod = of_sample(spec_.score_mod, request, r, first), in.spec.mask_mod = of_sample(spec_.mask_mod, request, r, first);
+  in.expression_tensors = parameters_.expression_tensors;
   if (!codec_of(spec_).scales_inside) in.spec.kv_format = KvFormat::strided, in.spec.block_size = 0;
   in.requests = {{queries, seq_len, 0}};
   in.q = host_rows(Side::q, token, queries, first, group, spec_.head_dim_qk);
