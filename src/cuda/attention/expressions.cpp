@@ -38,7 +38,8 @@ void pack(const TensorView& t, char* to) {
   const auto offset = [&](int d, int64_t i) { return d < t.rank ? i * t.stride(d) : 0; };
   for (int64_t i = 0; i < sizes[0]; ++i)
     for (int64_t j = 0; j < sizes[1]; ++j)
-      for (int64_t k = 0; k < sizes[2]; ++k, to += size) std::memcpy(to, from + (offset(0, i) + offset(1, j) + offset(2, k)) * long(size), size);
+      for (int64_t k = 0; k < sizes[2]; ++k, to += size)
+        std::memcpy(to, from + (offset(0, i) + offset(1, j) + offset(2, k)) * long(size), size);
 }
 
 }  // namespace

@@ -16,7 +16,8 @@ enum class Seen : unsigned char { never, partly, always };
 // Of one request at a time, the tiles of keys of each tile of its queries.
 class SeenTiles {
  public:
-  SeenTiles(const BoundExpression& mask, int heads, int tile_q, int tile_kv) : mask_(mask), heads_(heads), tile_q_(tile_q), tile_kv_(tile_kv) {}
+  SeenTiles(const BoundExpression& mask, int heads, int tile_q, int tile_kv)
+      : mask_(mask), heads_(heads), tile_q_(tile_q), tile_kv_(tile_kv) {}
 
   void find(const Batch& batch, int request) {
     BlockMaskShape shape{.batch = request,

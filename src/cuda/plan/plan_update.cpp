@@ -218,7 +218,8 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
   put_trees(batch);
   if (spec_.mask.positions) std::copy_n(batch.positions.data(), step.num_tokens, m.put(arrays_.positions, size_t(step.num_tokens)));
   const size_t mask_tensors = arrays_.mask_tensors.capacity;
-  if (mask_tensors > 0) place_mask_tensors(spec_, batch.mask_tensors, m.device(arrays_.mask_elements), m.put(arrays_.mask_tensors, mask_tensors));
+  if (mask_tensors > 0)
+    place_mask_tensors(spec_, batch.mask_tensors, m.device(arrays_.mask_elements), m.put(arrays_.mask_tensors, mask_tensors));
   if (!batch.slot_mapping.empty() && on_host(batch.slot_mapping))
     std::copy_n(batch.slot_mapping.as<const long>(), step.num_tokens, m.put(arrays_.slots, size_t(step.num_tokens)));
   put_block_ids(batch, step);
@@ -227,8 +228,7 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
     std::copy_n(batch.custom_mask.as<const unsigned char>(), bytes, m.put(arrays_.custom_mask, bytes));
   }
   if (mask_tensors > 0)
-    pack_mask_tensors(spec_, batch.mask_tensors,
-                      m.put(arrays_.mask_elements, size_t(mask_tensor_bytes(spec_, batch.mask_tensors))));
+    pack_mask_tensors(spec_, batch.mask_tensors, m.put(arrays_.mask_elements, size_t(mask_tensor_bytes(spec_, batch.mask_tensors))));
 }
 
 // What each token of a tree of drafts sees of the others, and where it stands.
