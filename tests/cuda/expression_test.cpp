@@ -72,7 +72,7 @@ TEST(ExpressionKernels, RefuseByName) {
   };
   EXPECT_EQ(reasons("cuda_sm80", spec_with("2.0 * score", "kv <= q")), "");
   EXPECT_EQ(reasons("cuda_sm90", spec_with("2.0 * score", "kv <= q")), "spec.score_mod spec.mask_mod ");
-  const char* const five = "float a[], b[], c[], d[], e[]; score + a[q] + b[q] + c[q] + d[q] + e[q]";
+  const char* const five = "float a[]; float b[]; float c[]; float d[]; float e[]; score + a[q] + b[q] + c[q] + d[q] + e[q]";
   EXPECT_EQ(reasons("cuda_sm80", spec_with(five, "")), "spec.score_mod ");
 }
 

@@ -81,7 +81,8 @@ TEST_P(PlanConformance, CasesMatchTheReference) {
       if (launch.entry.starts_with("attention")) {
         AttentionParams p;
         std::memcpy(&p, launch.all_params.at(0).data(), sizeof p);
-        for (int i = 0; i < p.counts->num_work; ++i) merged += p.work[i].merge >= 0, items += p.work[i].piece < 0 && !c.spec.mask_mod.empty();
+        for (int i = 0; i < p.counts->num_work; ++i)
+          merged += p.work[i].merge >= 0, items += p.work[i].piece < 0 && !c.spec.mask_mod.empty();
       }
       mapped += launch.entry == "attention_sm90";
       flat += launch.entry == "flatten_kv";
