@@ -103,7 +103,7 @@ class Expression {
   std::span<const ExpressionNode> nodes() const;      // arguments first, from left to right; the last is the value
   std::span<const ExpressionTensor> tensors() const;  // in the order in which they are first read
   bool uses(ExpressionVariable) const;
-  uint64_t hash() const;    // of the list and the tensors; the same in every process and release
+  uint64_t hash() const;     // of the list and the tensors; the same in every process and release
   std::string str() const;   // text that parse_expression() makes this expression of, given tensors()
   std::string text() const;  // the same with tensors declared in it: "int doc[,]; doc[batch, q] == doc[batch, kv]"
   friend bool operator==(const Expression&, const Expression&);

@@ -73,7 +73,7 @@ typedef struct {
 } imbrex_tensor;
 #endif
 
-typedef struct { const char* const* names; const imbrex_tensor* const* tensors; int32_t count, reserved; } imbrex_named_tensors;
+#include "imbrex/imbrex_named_tensors.h"
 typedef enum { IMBREX_F32, IMBREX_F16, IMBREX_BF16, IMBREX_FP8_E4M3, IMBREX_FP8_E5M2, IMBREX_U8, IMBREX_I32, IMBREX_I64 } imbrex_dtype;
 
 /* ---- devices and threads ---- */
@@ -134,7 +134,7 @@ typedef struct {
   int32_t relative_buckets, relative_max_distance, relative_bidirectional; /* T5; 0: off */
   int32_t chunk_lookback, alibi_sqrt; /* 0; with chunk: chunks before the query's own; 1, with alibi: by the square root of the distance */
   int32_t positions, reserved, tree, reserved_2; /* 0; 1: a batch has the position of every query; not read; queries are trees; not read */
-  const char *score_mod, *mask_mod; /* NULL; texts of expressions, tensors declared in front: "int doc[]; doc[q] == doc[kv]" (expression.h) */
+  const char *score_mod, *mask_mod; /* NULL; texts of expressions with their tensors: "int doc[]; doc[q] == doc[kv]" (expression.h) */
 } imbrex_spec_fields;
 IMBREX_API void imbrex_spec_fields_init(imbrex_spec_fields*, size_t struct_size);
 

@@ -109,9 +109,7 @@ std::vector<NamedTensor> named_tensors(const NamedArrays& arrays, const Expressi
   for (const ExpressionTensor& wanted : expression.empty() ? std::span<const ExpressionTensor>() : expression.tensors()) {
     const auto found = arrays.find(wanted.name);
     if (found == arrays.end()) continue;  // the library says so
-    const DType type = wanted.type == ExpressionType::real      ? DType::f32
-                       : wanted.type == ExpressionType::integer ? DType::i32
-                                                                : DType::u8;
+    const DType type = wanted.type == ExpressionType::real ? DType::f32 : wanted.type == ExpressionType::integer ? DType::i32 : DType::u8;
     tensors.push_back({wanted.name, view_of(found->second, wanted.name.c_str(), type)});
   }
   return tensors;

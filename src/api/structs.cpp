@@ -25,13 +25,12 @@ template <class Fields, class Spec>
 Fields fields_from(const Spec& spec) {
   Fields fields{};
   fields.struct_size = sizeof fields;
-  for_each_named_field(spec, fields,
-                       [](const SpecField&, const auto& value, auto& given) {
-                         if constexpr (std::is_same_v<decltype(value), const Expression&>)
-                           given = nullptr;  // whoever has a place for its text sets it
-                         else
-                           given = std::remove_reference_t<decltype(given)>(value);
-                       });
+  for_each_named_field(spec, fields, [](const SpecField&, const auto& value, auto& given) {
+    if constexpr (std::is_same_v<decltype(value), const Expression&>)
+      given = nullptr;  // whoever has a place for its text sets it
+    else
+      given = std::remove_reference_t<decltype(given)>(value);
+  });
   return fields;
 }
 
@@ -268,18 +267,6 @@ void take_tables(const Given& b, To& batch) {
 }
 
 }  // namespace
-
-static std::vector<NamedTensor> named_tensors_of(const imbrex_named_tensors& given, const char* what) {
-  check(given.count >= 0, "api.tensor", "{}: expected 0 tensors or more, got {}", what, given.count);
-  check(given.count == 0 || (given.names != nullptr && given.tensors != nullptr), "api.null", "{}: {} tensors need names and tensors", what,
-        given.count);
-  std::vector<NamedTensor> tensors;
-  for (int32_t i = 0; i < given.count; ++i) {
-    check(given.names[i] != nullptr, "api.null", "{}: name {} is NULL", what, i);
-    tensors.push_back({given.names[i], view_of(&deref(given.tensors[i], what), given.names[i])});
-  }
-  return tensors;
-}
 
 Batch batch_of(const imbrex_batch* pointer, std::vector<NamedTensor>& mask_tensors) {
   const imbrex_batch b = read(pointer, "batch");

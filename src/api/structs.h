@@ -138,6 +138,7 @@ RecurrentSpec spec_of(const imbrex_recurrent_fields*);
 SelectOptions select_options_of(const imbrex_select_options*);
 KvCache kv_of(const imbrex_kv_cache*);
 PlanOptions plan_options_of(const imbrex_plan_options*);
+std::vector<NamedTensor> named_tensors_of(const imbrex_named_tensors&, const char* what);
 Batch batch_of(const imbrex_batch*, std::vector<NamedTensor>& mask_tensors);  // which the batch views
 DeviceBatch device_batch_of(const imbrex_device_batch*);
 AttentionInputs inputs_of(const imbrex_inputs*, std::vector<NamedTensor>& score_tensors);  // likewise

@@ -119,8 +119,8 @@ static void validate_expressions(const AttentionSpec& spec) {
   }
   if (!spec.mask_mod.empty()) {
     check_type(spec.mask_mod, ExpressionType::boolean, "spec.mask_mod.type");
-    check(!spec.mask_mod.uses(ExpressionVariable::score), "spec.mask_mod.score", "expected a mask that does not depend on the score, got {}",
-          spec.mask_mod.str());
+    check(!spec.mask_mod.uses(ExpressionVariable::score), "spec.mask_mod.score",
+          "expected a mask that does not depend on the score, got {}", spec.mask_mod.str());
     check(!mask.tree && !mask.custom && !mask.positions, "spec.mask_mod.alone",
           "expected no tree, custom mask or given positions beside a mask_mod, got {}", mask.str());
   }

@@ -75,8 +75,8 @@ struct AttentionParams {
   const TreeTail* tree_tails;        // [num_reqs]; null: no queries are trees
   const unsigned char* tree_shown;
   const int* tree_positions;
-  // Of a mask_mod: where the bytes of each of `stretches` begin in mask_bytes; -1: it is seen by all. They are rows of whole blocks, of each
-  // query of the item; of each of mask_heads q heads one behind the other, 1 where heads are alike. Null: there is none.
+  // Of a mask_mod: where the bytes of each of `stretches` begin in mask_bytes; -1: it is seen by all. They are rows of whole blocks, of
+  // each query of the item; of each of mask_heads q heads one behind the other, 1 where heads are alike. Null: there is none.
   const long* stretch_bytes;
   const unsigned char* mask_bytes;
   int mask_heads;

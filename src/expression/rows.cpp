@@ -13,8 +13,8 @@ constexpr size_t kFewNodes = 24;
 
 using RowLanes = int32_t[kRowChunk];
 
-// Loops are compiled for vectors of 16 lanes too, whatever the rest of the library is compiled for: everything that they call becomes a part
-// of them. Bits are the same, since nothing is contracted.
+// Loops are compiled for vectors of 16 lanes too, whatever the rest of the library is compiled for: everything that they call becomes a
+// part of them. Bits are the same, since nothing is contracted.
 #if defined(__x86_64__) && !defined(__AVX512F__)
 #define IMBREX_ROWS_OF_16 1
 [[nodiscard]] bool has_16_lanes() {
@@ -37,7 +37,8 @@ struct RowOf<R (F::*)(T...) const> {
   }
 #ifdef IMBREX_ROWS_OF_16
   [[gnu::flatten, gnu::target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")]] static void run_16(const F& f, int count,
-                                                                                                                  int32_t* out, const In& in) {
+                                                                                                                 int32_t* out,
+                                                                                                                 const In& in) {
     loop(f, count, out, in, std::make_index_sequence<sizeof...(T)>());
   }
 #endif

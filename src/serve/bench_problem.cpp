@@ -47,7 +47,8 @@ Expression of_sample(const Expression& whole, int request, const BenchRequest& r
 }
 
 // Tensors of expressions, by type and rank: floats are of q heads, falling by powers of two as ALiBi's slopes do, or of these and keys;
-// ints are of requests, a quarter of their keys, or of these and keys, numbers of documents of 1000 tokens; bools likewise, two of three true.
+// ints are of requests, a quarter of their keys, or of these and keys, numbers of documents of 1000 tokens; bools likewise, two of three
+// true.
 HostTensor expression_tensor(const ExpressionTensor& wanted, int64_t heads, const std::vector<int32_t>& seq_lens, std::mt19937_64& random) {
   constexpr int64_t kDocument = 1000;
   const int64_t longest = std::max<int64_t>(seq_lens.empty() ? 1 : *std::ranges::max_element(seq_lens), 1);
@@ -63,8 +64,9 @@ HostTensor expression_tensor(const ExpressionTensor& wanted, int64_t heads, cons
     else if (wanted.type == ExpressionType::boolean)
       t.bytes[size_t(i)] = random() % 3 != 0;
     else
-      reinterpret_cast<int32_t*>(t.bytes.data())[i] =
-          int32_t(!each ? i % longest / kDocument : seq_lens.empty() ? 0 : seq_lens[size_t(i)] / 4);
+      reinterpret_cast<int32_t*>(t.bytes.data())[i] = int32_t(!each              ? i % longest / kDocument
+                                                              : seq_lens.empty() ? 0
+                                                                                 : seq_lens[size_t(i)] / 4);
   }
   return t;
 }

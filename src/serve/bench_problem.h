@@ -64,9 +64,9 @@ class BenchProblem {
   std::vector<int64_t> mask_start_{0};
   int max_blocks_ = 1, common_keys_ = 0;
   int64_t num_blocks_ = 0, cache_bytes_ = 0;
-  CaseInputs parameters_;   // sinks, slopes, scales, bias and mask, on the host
+  CaseInputs parameters_;                                  // sinks, slopes, scales, bias and mask, on the host
   std::vector<NamedTensor> mask_tensors_, score_tensors_;  // all that expressions read, on the host and on the device
-  AttentionInputs inputs_;  // what all copies share, on the device
+  AttentionInputs inputs_;                                 // what all copies share, on the device
   std::vector<DeviceTensor> owned_;
   DeviceTensor out_, lse_;
   std::vector<KvAllocation> caches_;

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-HEADERS = [HERE.parents[1] / "include/imbrex" / name for name in ("imbrex.h", "imbrex_batches.h", "imbrex_recurrent.h", "plugin.h")]
+HEADERS = [HERE.parents[1] / "include/imbrex" / name for name in ("imbrex.h", "imbrex_named_tensors.h", "imbrex_batches.h", "imbrex_recurrent.h", "plugin.h")]
 
 
 def without_comments(text):

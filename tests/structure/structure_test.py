@@ -21,17 +21,17 @@ ARROWS = {
     "core": {"core"},
     "expression": {"expression", "core"},
     "family": {"family", "core"},
-    "attention": {"attention", "family", "core"},
+    "attention": {"attention", "expression", "family", "core"},
     "short_conv": {"short_conv", "family", "core"},
     "recurrent": {"recurrent", "short_conv", "family", "core"},
     "mla": {"mla", "attention", "family", "core"},
     "model": {"model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
-    "cpu": {"cpu", "attention", "short_conv", "recurrent", "mla", "family", "core"},
+    "cpu": {"cpu", "attention", "expression", "short_conv", "recurrent", "mla", "family", "core"},
     "gpu": {"gpu", "attention", "family", "core"},
-    "cuda": {"cuda", "gpu", "attention", "short_conv", "recurrent", "mla", "family", "core"},
-    "conformance": {"conformance", "attention", "short_conv", "recurrent", "mla", "family", "core"},
-    "serve": {"serve", "conformance", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
-    "api": {"api", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
+    "cuda": {"cuda", "gpu", "attention", "expression", "short_conv", "recurrent", "mla", "family", "core"},
+    "conformance": {"conformance", "attention", "expression", "short_conv", "recurrent", "mla", "family", "core"},
+    "serve": {"serve", "conformance", "model", "attention", "expression", "short_conv", "recurrent", "mla", "family", "core"},
+    "api": {"api", "model", "attention", "expression", "short_conv", "recurrent", "mla", "family", "core"},
     "cli": {"cli", "expression", "serve", "conformance", "api", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
 }
 HARDWARE = {"cpu", "cuda"}
@@ -56,7 +56,7 @@ PUBLIC_SHORT_CONV = {"short_conv.h"}
 PUBLIC_RECURRENT = {"recurrent.h"}
 PUBLIC_MLA = {"mla.h"}
 PUBLIC_MODEL = {"model.h"}
-PUBLIC_API = {"imbrex.h", "imbrex.hpp", "imbrex_batches.h", "imbrex_recurrent.h", "plugin.h"}
+PUBLIC_API = {"imbrex.h", "imbrex.hpp", "imbrex_batches.h", "imbrex_named_tensors.h", "imbrex_recurrent.h", "plugin.h"}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 # A third-party header, and the folders of src/ that may use it.

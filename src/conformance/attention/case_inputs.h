@@ -20,14 +20,14 @@ struct CaseInputs {
   // [S, num_kv_heads, head_dim_qk or head_dim_v], kv_dtype or one of new_kv_dtypes(): all keys of request 0, then of request 1, ... Where
   // the spec's values are a part of the keys, v and v_scale are what a cache that stores both would have.
   HostTensor k, v;
-  HostTensor sinks, alibi_slopes, head_scales;  // f32 [num_q_heads], where the spec has them
-  HostTensor relative_bias;                     // f32 [relative_buckets, num_q_heads]
-  HostTensor custom_mask;                       // u8 [sum of q_len * seq_len]
-  HostTensor positions;                         // i32 [T]
-  HostTensor draft_parents;                     // i32 [T], under a tree; empty: chains
+  HostTensor sinks, alibi_slopes, head_scales;      // f32 [num_q_heads], where the spec has them
+  HostTensor relative_bias;                         // f32 [relative_buckets, num_q_heads]
+  HostTensor custom_mask;                           // u8 [sum of q_len * seq_len]
+  HostTensor positions;                             // i32 [T]
+  HostTensor draft_parents;                         // i32 [T], under a tree; empty: chains
   std::vector<NamedHostTensor> expression_tensors;  // those that score_mod and mask_mod read
-  HostTensor q_scale, k_scale, v_scale;         // f32 [1] or [num_kv_heads], fp8 queries and fp8 caches only
-  HostTensor k_rope_scale;                      // latent_rope, where k_scale is given; empty: k_scale
+  HostTensor q_scale, k_scale, v_scale;             // f32 [1] or [num_kv_heads], fp8 queries and fp8 caches only
+  HostTensor k_rope_scale;                          // latent_rope, where k_scale is given; empty: k_scale
 
   int num_tokens() const { return int(q.sizes[0]); }
   // Of query number i of a request whose first query is row `first` of q.

@@ -79,12 +79,8 @@ class NaiveRow {
     for (int64_t j = 0; j < r.seq_len; ++j) {
       const int64_t place = in_.key_position_of(r, first, j);
       if (!in_.tree_shows(r, first, i, j) || !mask_allows(spec_.mask, position, place) || (shown != nullptr && shown[j] == 0)) continue;
-      ExpressionVariables at{.batch = int(&r - in_.requests.data()),
-                             .head = head,
-                             .q = int(position),
-                             .kv = int(j),
-                             .q_len = r.q_len,
-                             .kv_len = r.seq_len};
+      ExpressionVariables at{
+          .batch = int(&r - in_.requests.data()), .head = head, .q = int(position), .kv = int(j), .q_len = r.q_len, .kv_len = r.seq_len};
       if (mask_mod_ && !mask_mod_->evaluate(at).boolean()) continue;
       seen_.push_back(first_key + j);
       logits_.push_back(logit(dot(q, keys_ + ((first_key + j) * heads + kv_head) * dim_qk, dim_qk), head, place - position));

@@ -80,8 +80,8 @@ class KeyBlocks {
     begin_stretch();
   }
   bool done() const { return key_ >= end_; }
-  int key() const { return key_; }  // the first of the block
-  int end() const { return end_; }  // of the stretch
+  int key() const { return key_; }                    // the first of the block
+  int end() const { return end_; }                    // of the stretch
   const KeyStretch* stretch() const { return now_; }  // null: all keys of the item are one
   bool shown() const { return shown_; }
   bool begins() const { return begins_; }  // whether the block is a stretch's first, so that `shown` may be another
