@@ -104,7 +104,8 @@ std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const At
     ladder = kBeyond;
   } else if (spec.head_dim_v > 128) {
     ladder = kUpTo256;
-  } else if (!has_plain_logits(spec) || !spec.mask_mod.empty() || spec.mask.positions || spec.mask.tree || spec.kv_dtype != spec.q_dtype || is_fp8(spec.kv_dtype)) {
+  } else if (!has_plain_logits(spec) || !spec.mask_mod.empty() || spec.mask.positions || spec.mask.tree || spec.kv_dtype != spec.q_dtype ||
+             is_fp8(spec.kv_dtype)) {
     ladder = ladder.subspan(1);
   }
   for (const AttentionTiles& tiles : ladder)
