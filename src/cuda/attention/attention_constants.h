@@ -13,7 +13,8 @@ namespace imbrex::cuda {
 // q.k times one positive scale; kPlainLogits of the kernels, which have registers to spare then.
 inline bool has_plain_logits(const AttentionSpec& spec) {
   const ScoreMod& score = spec.score;
-  return spec.score_mod.empty() && !score.head_scales && spec.scale() > 0 && score.soft_cap == 0 && !score.alibi && score.relative_buckets == 0;
+  return spec.score_mod.empty() && !score.head_scales && spec.scale() > 0 && score.soft_cap == 0 && !score.alibi &&
+         score.relative_buckets == 0;
 }
 
 inline bool has_window(const Mask& mask) { return mask.window_left >= 0 || mask.window_right >= 0 || mask.chunk > 0; }
