@@ -20,6 +20,7 @@
 #include "cuda/attention/attention_sm90_latent_pair.h"
 #include "cuda/attention/attention_sm90_latent_spread.h"
 #include "cuda/attention/attention_sm90_verify.h"
+#include "cuda/attention/expressions.h"
 #include "cuda/attention/flat_kv.h"
 #include "cuda/attention/kernel_choices.h"
 #include "cuda/driver/tensor_map.h"
@@ -115,7 +116,7 @@ Tile latent_tile(const Tiles& tiles, int cluster = 1) {
 }
 
 RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
-  if (arch != "sm_90a") return {};
+  if (arch != "sm_90a" || has_expressions(spec)) return {};
   if (const auto tiles = attention_sm90_latent_decode_tiles(arch, spec, regime)) {
     return {.entry = "attention_sm90_latent_decode",
             .tile = latent_tile(*tiles),
@@ -263,6 +264,8 @@ std::vector<Reason> sm80_refusals(const AttentionSpec& spec, const DeviceInfo& d
   // Records are widened to bf16, which f16 queries cannot be multiplied by, and what holds a record is too wide for products of fp8.
   if (spec.kv_format == KvFormat::fp8_ds_mla && spec.q_dtype != DType::bf16 && spec.q_dtype != DType::f32)
     return {{"spec.q_dtype", "bf16 or f32", to_string(spec.q_dtype)}};
+  if (const size_t tensors = spec.score_mod.empty() ? 0 : spec.score_mod.tensors().size(); tensors > kMostScoreTensors)
+    return {{"spec.score_mod", fmt::format("{} tensors at most", kMostScoreTensors), fmt::format("{}", tensors)}};
   if (device.sm < kLeastSm80) return {};
   const std::string arch = arch_of(device);
   if (std::all_of(std::begin(kRegimes), std::end(kRegimes), [&](Regime regime) { return sm80_tiles(arch, spec, regime).has_value(); }))
@@ -278,6 +281,7 @@ bool sm90_reads(KvFormat format) { return format == KvFormat::fp8_ds_mla; }
 
 // Why none of the kernels of cuda_sm90 takes a layer.
 std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) {
+  if (has_expressions(spec)) return refuse_expressions(spec);
   const bool few_rows = attention_sm90_decode_tiles("sm_90a", spec, kDecodeRows) || attention_sm90_verify_tiles("sm_90a", spec);
   if (few_rows || runs_sm90_latents("sm_90a", spec)) return {};
   std::vector<Reason> reasons = sm90_prefill(spec).refusals(spec);
@@ -341,7 +345,6 @@ class CudaBackend final : public BackendOf<AttentionFamily> {
     }
     if (!reads(kernels_, spec)) reasons.push_back({"spec.kv_format", formats_of(kernels_), to_string(spec.kv_format)});
     std::ranges::move(refusals_(spec, device), std::back_inserter(reasons));
-    std::ranges::move(refuse_expressions(spec), std::back_inserter(reasons));
     return reasons;
   }
 

@@ -2,6 +2,7 @@
 // The parameters of CUDA kernels: plain structs, no standard header, strides in bytes. Filled by the host files, read by kernels/*.
 #include "attention/cut_item.h"
 #include "attention/ds_mla.h"
+#include "expression/operations.h"
 #include "imbrex/work.h"
 
 namespace imbrex::cuda {
@@ -206,6 +207,8 @@ struct SharedToken {
   int token, merge;
 };
 
+constexpr int kMostScoreTensors = 4;  // that a score_mod reads
+
 struct MergeList {  // of a regime
   const MergeItem* items;
   const PlanCounts* counts;  // null: there is no such list
@@ -266,6 +269,13 @@ struct AttentionParams {
   // chunks leave it.
   const unsigned long* tree_seen;
   const int* tree_first;
+  // Of the user's expressions, in the order in which each first reads them. Those of mask_mod are the step's, so that a captured launch
+  // finds the next step's sizes; their array is on the device.
+  ExpressionTensorData score_tensors[kMostScoreTensors];
+  const ExpressionTensorData* mask_tensors;
+  // Of a list with a mask_mod: the item with piece ~n has details n, and computes the keys in its stretches.
+  const ItemDetails* item_details;
+  const KeyStretch* stretches;
 };
 
 }  // namespace imbrex::cuda

@@ -20,6 +20,7 @@ struct KernelKey {
   std::string path;  // the name of its file: "write_kv.cu"
   std::string arch;  // "sm_80", "sm_90a"
   std::vector<Constant> config;
+  std::string functions = {};     // text behind the constants, which the file may call; empty: none
   std::string constants() const;  // "kFrom 2, kTo 3"
   std::string str() const;        // "write_kv.cu for sm_90a (kFrom 2, kTo 3)"
   friend bool operator==(const KernelKey&, const KernelKey&) = default;

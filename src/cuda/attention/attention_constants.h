@@ -13,7 +13,8 @@ namespace imbrex::cuda {
 // q.k times one positive scale; kPlainLogits of the kernels, which have registers to spare then.
 inline bool has_plain_logits(const AttentionSpec& spec) {
   const ScoreMod& score = spec.score;
-  return !score.head_scales && spec.scale() > 0 && score.soft_cap == 0 && !score.alibi && score.relative_buckets == 0;
+  return spec.score_mod.empty() && !score.head_scales && spec.scale() > 0 && score.soft_cap == 0 && !score.alibi &&
+         score.relative_buckets == 0;
 }
 
 inline bool has_window(const Mask& mask) { return mask.window_left >= 0 || mask.window_right >= 0 || mask.chunk > 0; }
@@ -41,6 +42,8 @@ inline std::vector<Constant> attention_constants(const AttentionSpec& spec, DTyp
                                   {"kAlibiSqrt", score.alibi_sqrt},
                                   {"kRelative", score.relative_buckets > 0},
                                   {"kSinks", score.sinks},
+                                  {"kScoreMod", !spec.score_mod.empty()},
+                                  {"kMaskMod", !spec.mask_mod.empty()},
                                   {"kWholeItems", whole_items},
                                   {"kShares", false},
                                   {"kValuesInKeys", codec_of(spec).values_in_keys},

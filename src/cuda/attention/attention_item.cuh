@@ -261,9 +261,10 @@ DEVICE long partial_row(const AttentionParams& p, const Item& item, int row) {
   return long(item.partial + item.token_of(row) - item.q_begin) * (p.num_kv_heads * kGroup) + item.head_of(row);
 }
 
-// --- logits: scale, head scale, soft cap, position bias; in log2 units at the end
+// --- logits: scale, head scale, soft cap, position bias; in log2 units at the end, or in natural ones for score_mod()
 
-constexpr bool kPlainLogits = !kHeadScales && !kSoftCap && !kAlibi && !kRelative;  // q.k times a positive scale
+constexpr bool kPlainLogits = !kHeadScales && !kSoftCap && !kAlibi && !kRelative && !kScoreMod;  // q.k times a positive scale
+constexpr float kLogitUnit = kScoreMod ? 1.f : kLog2e;
 
 // The scale of a kv head's values. Where the rope part of keys lies apart, `v` says where, and values are a part of what lies at `k`.
 DEVICE float value_scale(const AttentionParams& p, int kv_head) { return kv_scale(kRopeApart ? p.k : p.v, kv_head); }
@@ -276,8 +277,8 @@ DEVICE float logit_scale(const AttentionParams& p, int kv_head) {
 }
 
 struct RowTerms {     // what a row's logits need besides q.k
-  float scale;        // of q.k: to log2 units, or to what tanh is taken of
-  float slope;        // ALiBi, log2 units
+  float scale;        // of q.k: to kLogitUnit, or to what tanh is taken of
+  float slope;        // ALiBi, in kLogitUnit
   const float* bias;  // by distance, centred
 };
 
@@ -287,18 +288,18 @@ DEVICE RowTerms row_terms(const AttentionParams& p, int head, float scale) {
     if (p.head_scales != nullptr) terms.scale *= p.head_scales[head];
   }
   if constexpr (!kSoftCap) {
-    terms.scale *= kLog2e;
+    terms.scale *= kLogitUnit;
   } else if constexpr (kQType == kF32) {
     terms.scale /= p.soft_cap;
   } else {
     terms.scale *= kTanhUnit * reciprocal_approx(p.soft_cap);
   }
-  if constexpr (kAlibi) terms.slope = p.alibi_slopes[head] * kLog2e;
+  if constexpr (kAlibi) terms.slope = p.alibi_slopes[head] * kLogitUnit;
   if constexpr (kRelative) terms.bias = p.bias_by_distance + long(head) * (2 * p.bias_reach + 1) + p.bias_reach;
   return terms;
 }
 
-// A logit in log2 units is bent(q.k) * factor_of(row), and what its key's distance adds. The factor is positive, so it may wait: for the
+// A logit is bent(q.k) * factor_of(row), and what its key's distance adds. The factor is positive, so it may wait: for the
 // maximum, and for the multiply-add that also subtracts a reference.
 DEVICE float bent(const RowTerms& row, float product) {
   if constexpr (!kSoftCap) return kHeadScales ? product * row.scale : product;
@@ -306,7 +307,7 @@ DEVICE float bent(const RowTerms& row, float product) {
   return tanh_of_units<(kHeadDimV > 128)>(product * row.scale);
 }
 DEVICE float factor_of(const AttentionParams& p, const RowTerms& row) {
-  if constexpr (kSoftCap) return p.soft_cap * kLog2e;
+  if constexpr (kSoftCap) return p.soft_cap * kLogitUnit;
   return kHeadScales ? 1.f : row.scale;
 }
 
@@ -317,13 +318,13 @@ DEVICE float alibi_distance(int distance) {
 }
 
 // For kernels that leave no more than a factor to the exponential's argument. `distance` as above.
-constexpr bool kFactorLeft = !kAlibi && !kRelative && (kSoftCap || !kHeadScales);
+constexpr bool kFactorLeft = kScoreMod || (!kAlibi && !kRelative && (kSoftCap || !kHeadScales));
 DEVICE float modified(const AttentionParams& p, const RowTerms& row, float product, int distance) {
   float x = bent(row, product);
-  if constexpr (kFactorLeft) return x;
+  if constexpr (kFactorLeft && !kScoreMod) return x;
   x *= factor_of(p, row);
   if constexpr (kAlibi) x += row.slope * alibi_distance(distance);
-  if constexpr (kRelative) x += __ldg(row.bias + max(-p.bias_reach, min(p.bias_reach, distance))) * kLog2e;
+  if constexpr (kRelative) x += __ldg(row.bias + max(-p.bias_reach, min(p.bias_reach, distance))) * kLogitUnit;
   return x;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 // A warp's products with mma.sync, of fragments from shared memory: its rows of queries with keys, and weights with values; and the
 // modifications of scores before they become weights. For attention_sm80.cu and attention_sm90_decode.cu.
+#include "attention_expression.cuh"
 #include "attention_output.cuh"
 #include "attention_sm80_tiles.cuh"
 #include "fragment.cuh"
@@ -118,10 +119,11 @@ class Scores {
   // Whether a row sees any of the keys [begin, begin + kTeamKeys).
   DEVICE bool sees(int begin) const { return begin < some_.hi && (!kWindow || begin + kTeamKeys > some_.lo); }
 
-  // Computes the scores of these keys, which are in shared memory at `k`; -inf where a key is hidden from a row.
-  DEVICE void compute(int begin, u32 k, Tile& s) const {
+  // Computes the scores of these keys, which are in shared memory at `k`; -inf where a key is hidden from a row. `shown`: mask_mod() hides
+  // none of them.
+  DEVICE void compute(int begin, u32 k, Tile& s, bool shown = false) const {
     multiply_keys(k + k_lane_, s);
-    const bool whole = !kCustomMask && (!kWindow || begin >= all_.lo) && begin + kTeamKeys <= all_.hi;
+    const bool whole = !kCustomMask && (!kMaskMod || shown) && (!kWindow || begin >= all_.lo) && begin + kTeamKeys <= all_.hi;
     if constexpr (!kPlainLogits) modify(begin, s);
     if (!whole) hide(begin, s);
   }
@@ -129,6 +131,7 @@ class Scores {
   // The factor that a row's scores still have to be multiplied by.
   DEVICE float factor_left(int row) const {
     if constexpr (!kFactorLeft) return 1.f;
+    if constexpr (kScoreMod) return kLog2e;
     return kSoftCap ? p_.soft_cap * kLog2e : terms(row).scale;
   }
   // Row of the item's tile that this lane holds.
@@ -214,7 +217,12 @@ class Scores {
       for (int h = 0; h < 2; ++h) {
         const int row = computed_here(row_of(m, h)), distance = begin + 2 * (lane_ % 4) - slot_.item.position_of(row);
         const RowTerms row_terms = terms(row);
-        if (has_bits(begin)) {
+        if constexpr (kScoreMod) {
+          const ExpressionInputs in = expression_inputs(p_, slot_.item, row, p_.score_tensors);
+          each_of_row(s[m], h, [=, this](float& x, int key) {
+            x = score_mod(of_key(in, begin + 2 * (lane_ % 4) + key, modified(p_, row_terms, x, distance + key)));
+          });
+        } else if (has_bits(begin)) {
           const u64 word = slot_.item.word_of(p_, row);
           const int bit = begin + 2 * (lane_ % 4) - slot_.item.first_bit;
           each_of_row(s[m], h, [=, this](float& x, int key) {
@@ -240,6 +248,8 @@ class Scores {
           const int query = slot_.item.query_index + (slot_.item.row_begin + min(row, slot_.item.num_rows - 1)) / kGroup;
           custom = p_.custom_mask + p_.custom_start[slot_.item.request] + long(query) * slot_.item.seq_len + first;
         }
+        ExpressionInputs in{};
+        if constexpr (kMaskMod) in = expression_inputs(p_, slot_.item, row, p_.mask_tensors);
         u64 word = 0;
         if constexpr (kTree) word = slot_.item.word_of(p_, row);
         const int bit = first - slot_.item.first_bit;
@@ -248,6 +258,7 @@ class Scores {
           if constexpr (kTree) seen = seen && shows(word, bit + key);
           if constexpr (kWindow) seen = seen && key >= lo;
           if constexpr (kCustomMask) seen = seen && custom[key] != 0;
+          if constexpr (kMaskMod) seen = seen && mask_mod(of_key(in, first + key));
           if (!seen) x = -infinity();
         });
       }

@@ -9,6 +9,7 @@
 #include "attention/shared_keys.h"
 #include "core/check.h"
 #include "cuda/attention/attention_constants.h"
+#include "cuda/attention/expressions.h"
 #include "cuda/params.h"
 
 namespace imbrex::cuda {
@@ -103,7 +104,8 @@ std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const At
     ladder = kBeyond;
   } else if (spec.head_dim_v > 128) {
     ladder = kUpTo256;
-  } else if (!has_plain_logits(spec) || spec.mask.positions || spec.mask.tree || spec.kv_dtype != spec.q_dtype || is_fp8(spec.kv_dtype)) {
+  } else if (!has_plain_logits(spec) || !spec.mask_mod.empty() || spec.mask.positions || spec.mask.tree || spec.kv_dtype != spec.q_dtype ||
+             is_fp8(spec.kv_dtype)) {
     ladder = ladder.subspan(1);
   }
   for (const AttentionTiles& tiles : ladder)
@@ -143,7 +145,7 @@ std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const 
 }
 
 bool shares_items(const AttentionSpec& spec, int rows) {
-  return spec.block_size > 0 && 2 * spec.group_size() <= rows && is_position_free(spec);
+  return spec.block_size > 0 && 2 * spec.group_size() <= rows && is_position_free(spec) && !has_expressions(spec);
 }
 
 int attention_sm80_smem_bytes(const AttentionSpec& given, const AttentionTiles& t) {
@@ -174,7 +176,8 @@ KernelKey attention_sm80_key(std::string_view arch, const AttentionSpec& spec, D
                                {"kDimWarps", t.dim_warps},
                                {"kStages", t.stages},
                                {"kBlocks", t.blocks}},
-                              1, t.whole_items)};
+                              1, t.whole_items),
+          expression_functions(spec)};
 }
 
 KernelKey sharing(KernelKey key) {

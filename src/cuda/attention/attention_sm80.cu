@@ -5,6 +5,7 @@
 // and multiprocessor, of which a key of 128 bf16 dims needs 512. docs/kernels/cuda_sm80.md has the schedule.
 #include "async.cuh"
 #include "attention_join.cuh"
+#include "tile_walk.cuh"
 
 namespace imbrex::cuda {
 
@@ -37,18 +38,20 @@ DEVICE int run_item(const AttentionParams& p, const Item& item, int warp, bool w
     for (int row = computed_here(int(threadIdx.x)); row < kTileRows; row += kThreads)
       shared.slot.terms[row] = row_terms(p, item.head_of(min(row, item.num_rows - 1)), scale);
   }
-  const int first = item.lo / kTileKeys, end = item.hi > item.lo ? (item.hi + kTileKeys - 1) / kTileKeys : first;  // tiles
+  TileWalk<kMaskMod> tiles(p, item);
+  const bool any = !tiles.at_end();
   const auto begin_of = [&](int tile) { return tile * kTileKeys + team * kTeamKeys; };
   const u32 ring = shared_address(shared.team[team]);
   KvLoader loader(p, wide);
-  if (first < end) loader.look_up(item, begin_of(first));
+  if (any) loader.look_up(item, begin_of(tiles.loaded(0)));
   QLoader<kThreads>::load(p, item, shared_address(shared.q), shared.slot.q_scale);
   copy_async_commit();
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
-    if (first + i < end) {
-      loader.load(item, begin_of(first + i), ring + i * kStageBytes);
-      loader.look_up(item, begin_of(first + i + 1));
+    if (tiles.loads(i)) {
+      loader.load(item, begin_of(tiles.loaded(i)), ring + i * kStageBytes);
+      tiles.next_load();
+      loader.look_up(item, begin_of(tiles.loaded(i + 1)));
     }
     copy_async_commit();
   }
@@ -57,24 +60,25 @@ DEVICE int run_item(const AttentionParams& p, const Item& item, int warp, bool w
   Warp rows(p, item, shared.slot, shared_address(shared.q), scale * kLog2e, warp);
   rows.begin();
 
-  int stage = 0, free_stage = kStages - 1, next = first < end ? 0 : take_next();
+  int stage = 0, free_stage = kStages - 1, next = any ? 0 : take_next();
 #pragma unroll 1
-  for (int tile = first; tile < end; ++tile) {
-    if (tile == max(first, end - kTilesAhead)) next = take_next();
+  for (; !tiles.at_end(); tiles.next()) {
+    if (tiles.comes_to_last(kTilesAhead)) next = take_next();
     if constexpr (kStages > 1) {
       copy_async_wait<(kStages > 1 ? kStages - 2 : 0)>();
       team_sync(team);  // the tile is there for all of the team, and all are done with the one before
     }
-    if (tile + kStages - 1 < end) {
-      loader.load(shared.slot.item, begin_of(tile + kStages - 1), ring + free_stage * kStageBytes);
-      loader.look_up(shared.slot.item, begin_of(tile + kStages));
+    if (tiles.loads(kStages - 1)) {
+      loader.load(shared.slot.item, begin_of(tiles.loaded(kStages - 1)), ring + free_stage * kStageBytes);
+      tiles.next_load();
+      loader.look_up(shared.slot.item, begin_of(tiles.loaded(kStages)));
     }
     copy_async_commit();
     if constexpr (kStages == 1) {
       copy_async_wait<0>();
       team_sync(team);
     }
-    rows.step(begin_of(tile), ring + stage * kStageBytes);
+    rows.step(begin_of(tiles.tile()), ring + stage * kStageBytes, tiles.is_shown());
     if constexpr (kStages == 1) team_sync(team);
     stage = stage + 1 == kStages ? 0 : stage + 1;
     free_stage = free_stage + 1 == kStages ? 0 : free_stage + 1;

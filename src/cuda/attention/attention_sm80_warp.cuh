@@ -28,11 +28,11 @@ class Warp {
   // Called when the item's queries are in shared memory.
   DEVICE void begin() { scores_.begin(); }
 
-  // Computes with keys [begin, begin + kTeamKeys) and their values, which are in shared memory at `stage`.
-  DEVICE void step(int begin, u32 stage) {
+  // Computes with keys [begin, begin + kTeamKeys) and their values, which are in shared memory at `stage`. `shown`: mask_mod() hides none.
+  DEVICE void step(int begin, u32 stage, bool shown) {
     if (!scores_.sees(begin)) return;
     ScoreTile s;
-    scores_.compute(begin, stage, s);
+    scores_.compute(begin, stage, s, shown);
     weigh(s);
     add_values(stage + v_lane_, s);
   }

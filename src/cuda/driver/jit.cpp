@@ -100,7 +100,7 @@ int arch_number(std::string_view arch) {
 std::string config_text(const KernelKey& key) {
   std::vector<Constant> constants{{"kArch", arch_number(key.arch)}, {"kArchFeatures", key.arch.ends_with('a')}};
   constants.insert(constants.end(), key.config.begin(), key.config.end());
-  return gpu::config_text(key.path, constants);
+  return gpu::config_text(key.path, constants) + key.functions;
 }
 
 std::string content_hash(const KernelKey& key) {

@@ -19,8 +19,8 @@ std::string arch_of(const DeviceInfo&);
 // 900 for "sm_90a". Error cuda.arch.
 int arch_number(std::string_view arch);
 
-// The text that stands in for config.cuh: the key's constants, below those of its architecture. Error cuda.config.* for what is no
-// constant.
+// The text that stands in for config.cuh: the key's constants, below those of its architecture, and its functions. Error cuda.config.* for
+// what is no constant.
 std::string config_text(const KernelKey&);
 // Everything that makes the cubin what it is, as the name of its file: "write_kv-sm_90a-<128-bit hash>". The version of NVRTC is left
 // out, so that a cache filled elsewhere serves a machine without NVRTC.

@@ -79,6 +79,9 @@ void DevicePlan::launch(const PlanBatchParams& p, CUstream stream) const {
 
 void Plan::update_on_device(const DeviceBatch& batch, Stream stream) {
   check(device_plan_ != nullptr, "update.on_device", "expected a plan made with PlanOptions::on_device, got one without");
+  if (!spec_.mask_mod.empty())
+    check(spec_.mask_mod.tensors().empty(), "update.mask_tensors",
+          "expected a mask_mod without tensors where lengths are on the device, got {}", spec_.mask_mod.str());
   const CurrentContext current(*context_);
   const CUstream cu = cu_stream(stream);
   const BatchArrays placed = place(device_plan_->arrays_of(batch), is_captured(cu));

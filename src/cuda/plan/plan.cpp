@@ -7,11 +7,13 @@
 
 #include "core/check.h"
 #include "cuda/attention/attention_sm90.h"
+#include "cuda/attention/expressions.h"
 
 namespace imbrex::cuda {
 namespace {
 
 constexpr int64_t kMaxHostMask = int64_t(64) << 20;  // bytes of host custom masks
+constexpr int64_t kMaxStretches = int64_t(1) << 19;  // of a regime: items without room for theirs compute all of their keys
 
 bool has_flat(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Regime regime) {
   return table.flat != nullptr && table.flat->kernel(arch, spec, regime).entry != nullptr;
@@ -185,13 +187,19 @@ void Plan::lay_out() {
     const bool shares = may_share_ && regime == kDecode;
     s.shared_tokens = layout.add<SharedToken>(shares ? partial_rows_ : 0);
     s.merge_parts = layout.add<int>(shares ? s.bounds.num_work : 0);
+    const int64_t items = spec_.mask_mod.empty() ? 0 : s.bounds.num_work;
+    s.item_details = layout.add<ItemDetails>(items);
+    s.stretches = layout.add<KeyStretch>(
+        items == 0 ? 0 : std::min(checked_mul("plan.scratch", items, blocks_of(limits.max_seq_len, s.policy.tile_kv)), kMaxStretches));
   }
   arrays_.positions = layout.add<int>(spec_.mask.positions || spec_.mask.tree ? tokens : 0);
   arrays_.tree_first = layout.add<int>(spec_.mask.tree ? tokens : 0);
   arrays_.tree_seen = layout.add<unsigned long>(spec_.mask.tree ? tokens : 0);
+  arrays_.mask_tensors = layout.add<ExpressionTensorData>(spec_.mask_mod.empty() ? 0 : int64_t(spec_.mask_mod.tensors().size()));
   arrays_.slots = layout.add<long>(spec_.block_size > 0 ? tokens : 0);
   arrays_.block_ids = layout.add<int>(std::min(blocks, kMaxHostBlocks));
   arrays_.custom_mask = layout.add<unsigned char>(std::min(mask, kMaxHostMask));
+  arrays_.mask_elements = layout.add<char>(mask_tensor_room(spec_, limits));
   memory_ = std::make_unique<PlanArrays>(std::make_shared<ContextDevice>(context_), layout);
 
   steps_.now().arrays = {

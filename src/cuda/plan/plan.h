@@ -67,6 +67,8 @@ class Plan final : public StepPlan {
     ArrayOf<MergeItem> merges;
     ArrayOf<SharedToken> shared_tokens;  // with the next one: room for none, unless items may be shared
     ArrayOf<int> merge_parts;
+    ArrayOf<ItemDetails> item_details;  // with the next one; room for none, unless the layer has a mask_mod
+    ArrayOf<KeyStretch> stretches;
     ArrayOf<PlanCounts> counts;
     // Where a graph has a launch for steps of many tasks and one for those of few: what each has to do. Otherwise room for none.
     ArrayOf<PlanCounts> of_many, of_few;
@@ -104,6 +106,8 @@ class Plan final : public StepPlan {
     ArrayOf<unsigned char> custom_mask;
     ArrayOf<unsigned long> tree_seen;
     ArrayOf<FlatCounts> flat_counts;
+    ArrayOf<ExpressionTensorData> mask_tensors;
+    ArrayOf<char> mask_elements;  // of these
   };
 
   void name_kernels();
@@ -118,6 +122,7 @@ class Plan final : public StepPlan {
   BatchArrays place(const Batch&, bool captured) const;
   void check_captured_cache(const BatchReach&) const;
   void share(const Batch&, Step&, int& rows);
+  void leave_out_hidden(const Batch&, Step&);
   void put_lists(const Batch&, const Step&);
   void put_trees(const Batch&);
   void put_key_starts(const Batch&, const Step&);

@@ -7,6 +7,7 @@
 #include "core/tensor_format.h"
 #include "core/tensor_layout.h"
 #include "cuda/attention/attention_sm90.h"
+#include "cuda/attention/expressions.h"
 #include "cuda/attention/kv_side.h"
 #include "cuda/plan/plan.h"
 #include "gpu/launch_order.h"
@@ -69,6 +70,8 @@ AttentionParams Plan::params(const AttentionInputs& in, const KvCache& kv, const
   }
   if (spec_.mask.positions || spec_.mask.tree) a.positions = m.device(arrays_.positions);
   if (spec_.mask.tree) a.tree_seen = m.device(arrays_.tree_seen), a.tree_first = m.device(arrays_.tree_first);
+  set_score_tensors(spec_, in.score_tensors, a);
+  a.mask_tensors = m.device(arrays_.mask_tensors);
   a.num_kv_heads = a.kv_heads_now = spec_.num_kv_heads;
   const Fp8Scales q_scale = fp8_scales(in.q_scale, device_.device);
   a.q_scales = q_scale.device;
@@ -131,6 +134,7 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
     a.work = memory_->device(s.work);
     a.merges = memory_->device(s.merges);
     a.shared_tokens = memory_->device(s.shared_tokens), a.merge_parts = memory_->device(s.merge_parts);
+    a.item_details = memory_->device(s.item_details), a.stretches = memory_->device(s.stretches);
     a.counts = memory_->device(s.counts);
     a.next_task = counters_.as<int>() + regime;
     a.arrivals = counters_.as<int>() + s.arrivals;

@@ -4,6 +4,8 @@
 
 #include "core/check.h"
 #include "core/tensor_format.h"
+#include "cuda/attention/expressions.h"
+#include "cuda/plan/mask_stretches.h"
 #include "cuda/plan/plan.h"
 #include "cuda/plan/shared_items.h"
 
@@ -94,6 +96,7 @@ void Plan::prepare(const Batch& batch, Stream stream) {
     rows += schedule.num_partial_rows;
   }
   share(batch, next, rows);
+  leave_out_hidden(batch, next);
   for (const Regime regime : kRegimes) {
     const RegimePlan& s = regimes_[regime];
     const Schedule& schedule = next.schedules[regime];
@@ -127,6 +130,21 @@ void Plan::share(const Batch& batch, Step& next, int& rows) {
   list.work.resize(size_t(list.num_work));
   write_work(list, list.work.data());
   share_keys(batch, next.keys, share, list, share_scratch_);
+}
+
+// Gives items the stretches of keys that mask_mod shows, as far as there is room for them.
+void Plan::leave_out_hidden(const Batch& batch, Step& next) {
+  if (spec_.mask_mod.empty()) return;
+  const int64_t bytes = mask_tensor_bytes(spec_, batch.mask_tensors), room = int64_t(arrays_.mask_elements.capacity);
+  check(bytes <= room, "update.mask_tensors", "expected tensors of mask_mod with {} bytes at most, got {}", room, bytes);
+  for (const Regime regime : kRegimes) {
+    const RegimePlan& s = regimes_[regime];
+    Schedule& list = next.schedules[regime];
+    if (list.num_work == 0) continue;
+    list.work.resize(size_t(list.num_work));
+    write_work(list, list.work.data());
+    find_mask_stretches(batch, spec_, s.policy.tile_q, s.policy.tile_kv, s.stretches.capacity, list);
+  }
 }
 
 // Checks what run() and write_kv() check outside of graphs: a graph reads the cache of its capture.
@@ -189,12 +207,19 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
       write_items(list, m.put(regimes_[regime].work, size_t(list.num_work)));
   for (const Regime regime : kRegimes) {
     const ListDetails& details = step.schedules[regime].details;
-    if (details.tokens.empty()) continue;
-    write_shared_tokens(details, m.put(regimes_[regime].shared_tokens, details.merge_of.size()));
-    std::ranges::copy(details.parts, m.put(regimes_[regime].merge_parts, details.parts.size()));
+    if (!details.tokens.empty()) {
+      write_shared_tokens(details, m.put(regimes_[regime].shared_tokens, details.merge_of.size()));
+      std::ranges::copy(details.parts, m.put(regimes_[regime].merge_parts, details.parts.size()));
+    }
+    if (details.items.empty()) continue;
+    std::ranges::copy(details.items, m.put(regimes_[regime].item_details, details.items.size()));
+    std::ranges::copy(details.stretches, m.put(regimes_[regime].stretches, details.stretches.size()));
   }
   put_trees(batch);
   if (spec_.mask.positions) std::copy_n(batch.positions.data(), step.num_tokens, m.put(arrays_.positions, size_t(step.num_tokens)));
+  const size_t mask_tensors = arrays_.mask_tensors.capacity;
+  if (mask_tensors > 0)
+    place_mask_tensors(spec_, batch.mask_tensors, m.device(arrays_.mask_elements), m.put(arrays_.mask_tensors, mask_tensors));
   if (!batch.slot_mapping.empty() && on_host(batch.slot_mapping))
     std::copy_n(batch.slot_mapping.as<const long>(), step.num_tokens, m.put(arrays_.slots, size_t(step.num_tokens)));
   put_block_ids(batch, step);
@@ -202,6 +227,8 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
     const size_t bytes = size_t(batch.custom_mask.size(0));
     std::copy_n(batch.custom_mask.as<const unsigned char>(), bytes, m.put(arrays_.custom_mask, bytes));
   }
+  if (mask_tensors > 0)
+    pack_mask_tensors(spec_, batch.mask_tensors, m.put(arrays_.mask_elements, size_t(mask_tensor_bytes(spec_, batch.mask_tensors))));
 }
 
 // What each token of a tree of drafts sees of the others, and where it stands.

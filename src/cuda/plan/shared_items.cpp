@@ -13,7 +13,11 @@ void write_merges(const Schedule& list, MergeItem* to) {
 }
 
 void write_items(const Schedule& list, WorkItem* to) {
-  if (list.details.tokens.empty()) return write_work(list, to);
+  if (list.details.tokens.empty()) {
+    if (list.details.items.empty()) return write_work(list, to);
+    std::ranges::copy(list.work, to);
+    return;
+  }
   const int num_tokens = int(list.details.request_of.size());  // kernels are given the tokens behind those of the batch
   for (WorkItem item : list.work) {
     if (item.q_begin >= num_tokens) item.q_begin -= num_tokens, item.q_end -= num_tokens;

@@ -17,6 +17,7 @@
 #include "cuda/driver/tensor_map.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_cache.h"
+#include "cuda/fake/host_expressions.h"
 #include "cuda/fake/host_plan_batch.h"
 #include "cuda/ops/copy_blocks.h"
 #include "cuda/ops/gather.h"
@@ -30,6 +31,7 @@ namespace {
 
 AttentionSpec spec;                                 // what a kernel is compiled for
 std::map<std::string, AttentionSpec> specs_by_key;  // where there are several
+HostExpressions expressions;                        // of the launch
 
 template <class T>
 T parameter(const Launch& launch, size_t index) {
@@ -157,7 +159,7 @@ void attend_row(const AttentionParams& p, const CacheTypes& types, DType out_typ
   for (size_t d = size_t(spec.head_dim_v); apart && d < q.size(); ++d) q[d] *= scale_of(p.v, kv_head) / scale_of(p.k, kv_head);
   Sums s;
   for (int j = item.kv_begin; j < item.kv_end; ++j) {
-    const bool seen = sees(p, r, query, position, j);
+    const bool seen = sees(p, r, query, position, j) && expressions.shows(item, r, head, position, j);
     if (!seen && is_shared(item)) std::abort();
     if (!seen) continue;
     auto& [key, value] = loaded[size_t(j - item.kv_begin)];
@@ -165,7 +167,8 @@ void attend_row(const AttentionParams& p, const CacheTypes& types, DType out_typ
       load_key(p, types, item.table, kv_head, j, key, value);
     }
     const double dot = std::inner_product(q.begin(), q.end(), key.begin(), 0.);
-    s.add(logit(p, dot * k_scale, head, key_position(p, r, j) - position), 1, value.data());
+    const double x = logit(p, dot * k_scale, head, key_position(p, r, j) - position);
+    s.add(expressions.score(x, r, head, position, j), 1, value.data());
   }
   for (double& x : s.values) x *= v_scale;
   if (item.partial < 0) return finish(p, out_type, token, head, s);
@@ -177,6 +180,7 @@ void attend_row(const AttentionParams& p, const CacheTypes& types, DType out_typ
 
 void attention(const AttentionParams& p, DType out_type, const CacheTypes& types = {}) {
   if (*p.next_task != 0) std::abort();  // the counter of another list, or of nothing
+  expressions = {spec, p};
   if (p.counts->heads_together < 1 || p.counts->heads_together > p.num_kv_heads) std::abort();
   for (int i = 0; i < p.counts->num_work; ++i)
     for (int kv_head = p.first_kv_head; kv_head < p.first_kv_head + p.kv_heads_now; ++kv_head) {

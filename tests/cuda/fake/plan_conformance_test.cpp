@@ -64,12 +64,13 @@ class PlanConformance : public testing::TestWithParam<const char*> {
 
 TEST_P(PlanConformance, CasesMatchTheReference) {
   constexpr int kEach = kAddressSanitizer ? 4 : 2;  // of all cases; what its own code is at stake for comes many times
-  int taken = 0, run = 0, merged = 0, mapped = 0, mapped_bytes = 0, unmapped = 0, flat = 0, positions = 0;
+  int taken = 0, run = 0, merged = 0, mapped = 0, mapped_bytes = 0, unmapped = 0, flat = 0, positions = 0, expressions = 0, items = 0;
   for (const Case& c : cases()) {
     const bool paged = c.name.starts_with("page") || c.name.starts_with("mixed"),
                prefill = c.name.starts_with("prefill") || c.name.starts_with("dtype_e4m3") || c.name.starts_with("group_"),
-               reread = c.name.starts_with("reread"), latent = c.name.starts_with("latent"), position = c.name.starts_with("position");
-    if (!paged && !reread && c.seed % (prefill || latent || position ? 2 : 6) != 0) continue;
+               reread = c.name.starts_with("reread"), latent = c.name.starts_with("latent"), position = c.name.starts_with("position"),
+               expression = c.name.starts_with("expression");
+    if (!paged && !reread && c.seed % (prefill || latent || position || expression ? 2 : 6) != 0) continue;
     if (!mirror->unsupported(c.spec, device).empty() || taken++ % kEach != 0) continue;
     const CaseInputs inputs = make_inputs(c);
     fake::state().launches.clear();
@@ -80,7 +81,8 @@ TEST_P(PlanConformance, CasesMatchTheReference) {
       if (launch.entry.starts_with("attention")) {
         AttentionParams p;
         std::memcpy(&p, launch.all_params.at(0).data(), sizeof p);
-        for (int i = 0; i < p.counts->num_work; ++i) merged += p.work[i].merge >= 0;
+        for (int i = 0; i < p.counts->num_work; ++i)
+          merged += p.work[i].merge >= 0, items += p.work[i].piece < 0 && !c.spec.mask_mod.empty();
       }
       mapped += launch.entry == "attention_sm90";
       flat += launch.entry == "flatten_kv";
@@ -88,10 +90,11 @@ TEST_P(PlanConformance, CasesMatchTheReference) {
       mapped_bytes += launch.entry == "attention_sm90_fp8";
       unmapped += launch.entry == "attention_sm80" && launch.module.find("kTileRows 128") != std::string::npos;
     }
-    ++run;
+    ++run, expressions += expression;
   }
   EXPECT_GT(run, (backend.name() == "cuda_sm90" ? 60 : 200) / kEach);
   EXPECT_GT(merged, 3 / kEach);
+  EXPECT_EQ(expressions > 20 / kEach && items > 40, backend.name() == "cuda_sm80") << expressions << " " << items;
   EXPECT_GT(unmapped, 3 / kEach);
   EXPECT_EQ(mapped > 25 / kEach, backend.name() == "cuda_sm90") << mapped;
   EXPECT_EQ(flat > 8 / kEach, backend.name() == "cuda_sm90") << flat;
@@ -104,7 +107,7 @@ TEST_P(PlanConformance, PoisonAndPagesChangeNothing) {
   for (const char* name :
        {"dtype_bf16_fp8_e4m3_mixed", "mask_custom_tree_verify", "score_relative_g1_chunked", "long_8193_q4_sinks", "page_b64_csr_lbhdt",
         "prefill_d128_window", "prefill_d64_sinks", "dtype_e4m3_mixed", "dtype_e4m3_prefill_d128_heads", "reread_page1_window",
-        "reread_e4m3_page1_heads", "position_zigzag_window_verify"}) {
+        "reread_e4m3_page1_heads", "position_zigzag_window_verify", "expression_both_documents_mixed"}) {
     const Case* c = find_case(name);
     ASSERT_NE(c, nullptr) << name;
     if (!mirror->unsupported(c->spec, device).empty()) continue;

@@ -34,6 +34,12 @@ TEST_P(PlanGraph, CustomMaskAndSinks) {
   spec.mask.custom = spec.score.sinks = true;
   run({.spec = spec, .limits = limits, .batches = kBatches, .seed = 3});
 }
+// Which keys are left out is the step's.
+TEST_P(PlanGraph, Expressions) {
+  spec.mask_mod = parse_expression("q // 300 == kv // 300 | kv < batch");
+  spec.score_mod = parse_expression("score - 0.01 * abs(float(q - kv))");
+  run({.spec = spec, .limits = limits, .batches = kBatches, .seed = 16});
+}
 TEST_P(PlanGraph, DecodeOnly) {
   limits.max_query_len = 1;
   run({.spec = spec, .limits = limits, .device_arrays = true, .batches = kBatches, .seed = 4});

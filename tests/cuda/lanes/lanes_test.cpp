@@ -19,8 +19,10 @@
 #include "core/env.h"
 #include "cuda/attention/kv_side.h"
 #include "cuda/driver/tensor_map.h"
+#include "cuda/expression_arrays.h"
 #include "cuda/lanes/library.h"
 #include "cuda/lanes/variants.h"
+#include "cuda/plan/mask_stretches.h"
 #include "cuda/plan/shared_items.h"
 #include "cuda/tree_arrays.h"
 #include "imbrex/schedule.h"
@@ -70,6 +72,7 @@ class LanesPlan final : public AttentionPlan {
     if (variant_.has_wgmma()) policy.most_in_run = cuda::kMostInPrefillRun, policy.max_splits = policy.most_in_run;
     schedule(batch, spec_.mask, policy, schedule_);
     if (how_.share) share(policy);
+    if (!spec_.mask_mod.empty()) cuda::find_mask_stretches(batch, spec_, policy.tile_q, policy.tile_kv, 1 << 20, schedule_);
   }
 
   void write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream stream) const override {
@@ -93,6 +96,7 @@ class LanesPlan final : public AttentionPlan {
     p.block_ids = batch_.block_table.as<const int>(), p.block_start = block_start_.data();
     p.custom_mask = batch_.custom_mask.as<const unsigned char>(), p.custom_start = custom_start_.data(), p.positions = positions_.data();
     const cuda::TreeArrays trees(batch_, spec_.mask, p);
+    const cuda::ExpressionArrays expressions(spec_, batch_, in, schedule_, p);
     const cuda::PlanCounts counts{int(schedule_.work.size()), int(schedule_.merges.size()), batch_.num_tokens(), batch_.num_reqs(),
                                   how_.heads_together};
     std::vector<WorkItem> work(schedule_.work.size());
@@ -423,28 +427,19 @@ TEST(LanesOfRecords, AgreeWithTheReferenceForScalesOfAnySize) {
 
 std::string name_of(const testing::TestParamInfo<Variant>& info) { return info.param.name; }
 
-std::vector<Variant> variants_with_runs() {
+std::vector<Variant> variants_where(bool (*is)(const Variant&)) {
   std::vector<Variant> all = variants();
-  std::erase_if(all, [](const Variant& v) { return !v.takes_runs(); });
+  std::erase_if(all, [=](const Variant& v) { return !is(v); });
   return all;
 }
+bool takes_runs(const Variant& v) { return v.takes_runs(); }
+bool has_clusters(const Variant& v) { return v.has_wgmma() && v.wgmma_tiles().cluster > 1; }
+bool may_share(const Variant& v) { return v.tiles().may_share; }
 
-std::vector<Variant> variants_of_clusters() {
-  std::vector<Variant> all = variants();
-  std::erase_if(all, [](const Variant& v) { return !v.has_wgmma() || v.wgmma_tiles().cluster == 1; });
-  return all;
-}
-
-std::vector<Variant> variants_that_share() {
-  std::vector<Variant> all = variants();
-  std::erase_if(all, [](const Variant& v) { return !v.tiles().may_share; });
-  return all;
-}
-
-INSTANTIATE_TEST_SUITE_P(All, LanesThatShare, testing::ValuesIn(variants_that_share()), name_of);
+INSTANTIATE_TEST_SUITE_P(All, LanesThatShare, testing::ValuesIn(variants_where(may_share)), name_of);
 INSTANTIATE_TEST_SUITE_P(All, Lanes, testing::ValuesIn(variants()), name_of);
-INSTANTIATE_TEST_SUITE_P(All, LanesOfClusters, testing::ValuesIn(variants_of_clusters()), name_of);
-INSTANTIATE_TEST_SUITE_P(All, LanesWithRuns, testing::ValuesIn(variants_with_runs()), name_of);
+INSTANTIATE_TEST_SUITE_P(All, LanesOfClusters, testing::ValuesIn(variants_where(has_clusters)), name_of);
+INSTANTIATE_TEST_SUITE_P(All, LanesWithRuns, testing::ValuesIn(variants_where(takes_runs)), name_of);
 
 }  // namespace
 }  // namespace imbrex::test

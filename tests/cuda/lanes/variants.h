@@ -373,6 +373,19 @@ inline std::vector<Variant> variants() {
   as_tree(add_decode("nodes_tma_bytes", 16, spec(DType::bf16, DType::fp8_e4m3, 64, 64, 2, 64)), TreePattern::random).spec.score.alibi =
       true;
   branches.spec.score.relative_buckets = 32, branches.spec.score.relative_max_distance = 64;
+  // Expressions: of both kinds, with tiles that nobody sees and such that all see; beside other terms and masks.
+  Case& mod_decode = add("mod_decode", "sm_90a", gpu::kDecode, 1, spec(DType::bf16, DType::bf16, 128, 128, 4, 16));
+  mod_decode.spec.score_mod = parse_expression("float slope[]; 15 * tanh(score / 15) + 0.01 * slope[head] * (kv - q)");
+  mod_decode.spec.mask_mod = parse_expression("kv < 5 | q - kv < 70");
+  Case& mod_bytes = add("mod_bytes", "sm_80", gpu::kDecode, 32, spec(DType::bf16, DType::fp8_e4m3, 80, 48, 3, 3));
+  mod_bytes.spec.score = {.head_scales = true, .soft_cap = 20.f, .alibi = true}, mod_bytes.spec.mask.window_left = 200;
+  mod_bytes.spec.score_mod = parse_expression("where(kv == 0, score - 1, score * (1 + 0.125 * head))");
+  Case& mod_prefill = add("mod_prefill", "sm_90a", gpu::kPrefill, 1, spec(DType::bf16, DType::bf16, 64, 64, 2, 16));
+  mod_prefill.spec.mask_mod = parse_expression("int doc[,]; doc[batch, q] == doc[batch, kv] | batch == 1 & kv % 3 == head % 2");
+  Case& mod_exact = add("mod_exact", "sm_120", gpu::kPrefill, 1, spec(DType::f32, DType::f32, 64, 64, 1, 0));
+  mod_exact.spec.mask.causal = false;
+  mod_exact.spec.mask_mod = parse_expression("kv < kv_len - q_len + 20 & (kv <= q | kv < 50)");
+  mod_exact.spec.score_mod = parse_expression("score - exp(min(2, 0.01 * abs(q - kv)))");
   // Rows in two places: bytes whose parts have a scale each, with queries of 16 bits and of bytes; converted, at any strides; values that
   // the tile of keys does not have. Records, as 16 bits and in planes.
   const auto apart = [](AttentionSpec s) {

@@ -1,0 +1,28 @@
+#pragma once
+// The user's expressions of a layer as kernels have them: their text, and where their tensors lie.
+#include <span>
+#include <string>
+
+#include "cuda/params.h"
+#include "imbrex/bound_expression.h"
+#include "imbrex/plan.h"
+#include "imbrex/spec.h"
+
+namespace imbrex::cuda {
+
+inline bool has_expressions(const AttentionSpec& spec) { return !spec.score_mod.empty() || !spec.mask_mod.empty(); }
+
+// KernelKey::functions of kernels that include attention_expression.cuh; empty for a spec without expressions.
+std::string expression_functions(const AttentionSpec&);
+
+// Tensors on the device, which check_run() has looked at: AttentionParams::score_tensors.
+void set_score_tensors(const AttentionSpec&, std::span<const NamedTensor>, AttentionParams&);
+
+// Tensors of mask_mod are copied, one after the other. The bytes that a plan has room for, and those that a step's tensors take.
+int64_t mask_tensor_room(const AttentionSpec&, const PlanLimits&);
+int64_t mask_tensor_bytes(const AttentionSpec&, std::span<const NamedTensor>);
+// What a kernel reads of each, with the elements at `device`, and these elements.
+void place_mask_tensors(const AttentionSpec&, std::span<const NamedTensor>, const char* device, ExpressionTensorData* places);
+void pack_mask_tensors(const AttentionSpec&, std::span<const NamedTensor>, char* elements);
+
+}  // namespace imbrex::cuda
