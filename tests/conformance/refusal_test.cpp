@@ -68,8 +68,10 @@ const Refusal kRefusals[] = {
     {"cuda_sm90", "spec.mask.tree", "h200", [](AttentionSpec& s) { s.num_q_heads = 64, s.score.soft_cap = 20, s.mask.tree = true; }},
     {"cuda_sm90", "spec.score_mod", "h200", score_mod},
     {"cuda_sm90", "spec.mask_mod", "h200", mask_mod},
-    {"cuda_sm80", "spec.score_mod", "a100", score_mod},
-    {"cuda_sm80", "spec.mask_mod", "a100", mask_mod},
+    {"cuda_sm80", "spec.score_mod", "a100",
+     [](AttentionSpec& s) {
+       s.score_mod = parse_expression("float a[]; float b[]; float c[]; float d[]; float e[]; score + a[kv] + b[kv] + c[kv] + d[kv] + e[kv]");
+     }},
     {"cuda_sm80", "device.type", "cpu", nothing},
     {"cuda_sm80", "device.sm", kOldGpu, nothing},
     {"cuda_sm80", "spec.kv_format", "h200", packed},

@@ -2,7 +2,10 @@
 #include "conformance/attention/device_mirror.h"
 
 #include <array>
+#include <map>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "conformance/mirror.h"
 
@@ -13,6 +16,8 @@ struct MirrorMemory {
   std::unique_ptr<DeviceStream> stream;
   Mirrored k, v, k_rope, q_scale, k_scale, v_scale, k_rope_scale, new_k, new_v, q, out, lse, sinks, alibi_slopes, head_scales,
       relative_bias;
+
+  std::map<std::string, Mirrored> score_tensors;
 
   explicit MirrorMemory(const DeviceInfo& device) : stream(open_stream(device)) {}
   TensorView take(Mirrored& to, const TensorView& t) { return to.take(t, *stream); }
@@ -57,13 +62,16 @@ class MirrorPlan final : public AttentionPlan {
 
   void run(const AttentionInputs& in, const AttentionOutputs& out, Stream) const override {
     MirrorMemory& w = *memory_;
+    std::vector<NamedTensor> score_tensors;
+    for (const auto& [name, tensor] : in.score_tensors) score_tensors.push_back({name, w.take(w.score_tensors[name], tensor)});
     const AttentionInputs inputs{.q = w.take(w.q, in.q),
                                  .q_scale = w.take(w.q_scale, in.q_scale),
                                  .kv = w.take(in.kv),
                                  .sinks = w.take(w.sinks, in.sinks),
                                  .alibi_slopes = w.take(w.alibi_slopes, in.alibi_slopes),
                                  .head_scales = w.take(w.head_scales, in.head_scales),
-                                 .relative_bias = w.take(w.relative_bias, in.relative_bias)};
+                                 .relative_bias = w.take(w.relative_bias, in.relative_bias),
+                                 .score_tensors = score_tensors};
     plan_->run(inputs, {.out = w.take(w.out, out.out), .lse = w.take(w.lse, out.lse)}, w.stream->get());
     w.give_back(w.out, out.out, "out");
     w.give_back(w.lse, out.lse, "lse");

@@ -55,10 +55,13 @@ float wrong_float(Random& random) {
 std::string break_spec(Problem& p, Random& random) {
   std::vector<std::pair<std::string_view, int32_t*>> ints;
   std::vector<std::pair<std::string_view, float*>> floats;
+  std::vector<std::pair<std::string_view, const char**>> texts;
   const AttentionSpec names;
   for_each_named_field(names, p.spec.value, [&](const SpecField& field, const auto&, auto& value) {
     if constexpr (std::is_same_v<decltype(value), float&>)
       floats.emplace_back(field.name, &value);
+    else if constexpr (std::is_same_v<decltype(value), const char*&>)
+      texts.emplace_back(field.name, &value);
     else
       ints.emplace_back(field.name, &value);
   });
@@ -68,6 +71,8 @@ std::string break_spec(Problem& p, Random& random) {
     return fmt::format("spec.{} = {}", name, *value);
   };
   if (random.one_in(5)) return broken(floats, [&](float) { return wrong_float(random); });
+  constexpr const char* kWrongTexts[] = {"kv <=", "q", "nobody[q]", "((((", "int t[,,,]; t[q]", "score <= 1.0 | kv", "=", "\xff"};
+  if (random.one_in(9)) return broken(texts, [&](const char*) { return random.pick(kWrongTexts); });
   return broken(ints, [&](int32_t right) { return wrong_int(random, right); });
 }
 
