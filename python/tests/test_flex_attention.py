@@ -100,8 +100,10 @@ def test_both_with_groups_scale_and_lse():
 @pytest.mark.parametrize("sq,sk", [(40, 150), (150, 40), (1, 150)])
 def test_indices_count_from_zero(sq, sk):
     q, k, v = tensors(sq, sk)
-    close(imbrex.torch.flex_attention(q, k, v, alibi, lambda b, h, i, j: i + 20 >= j), flex_attention(
-        q, k, v, alibi, create_block_mask(lambda b, h, i, j: i + 20 >= j, B, H, sq, sk, device="cpu")))
+    close(
+        imbrex.torch.flex_attention(q, k, v, alibi, lambda b, h, i, j: i + 20 >= j),
+        flex_attention(q, k, v, alibi, create_block_mask(lambda b, h, i, j: i + 20 >= j, B, H, sq, sk, device="cpu")),
+    )
 
 
 def test_tensors_of_a_call_are_that_call_s():

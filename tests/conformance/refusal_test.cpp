@@ -70,7 +70,7 @@ const Refusal kRefusals[] = {
     {"cuda_sm90", "spec.mask_mod", "h200", mask_mod},
     {"cuda_sm80", "spec.score_mod", "a100",
      [](AttentionSpec& s) {
-       s.score_mod = parse_expression("float a[]; float b[]; float c[]; float d[]; float e[]; score + a[kv] + b[kv] + c[kv] + d[kv] + e[kv]");
+       s.score_mod = parse_expression("float a[]; float b[]; float c[]; float d[]; float e[]; score + a[q] + b[q] + c[q] + d[q] + e[q]");
      }},
     {"cuda_sm80", "device.type", "cpu", nothing},
     {"cuda_sm80", "device.sm", kOldGpu, nothing},
