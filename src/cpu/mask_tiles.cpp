@@ -2,8 +2,9 @@
 #include "cpu/mask_tiles.h"
 
 #include <algorithm>
+#include <limits>
 
-#include "attention/item_order.h"
+#include "attention/mask_mod_stretches.h"
 #include "core/check.h"
 
 namespace imbrex::cpu {
@@ -26,47 +27,7 @@ ExpressionRanges ranges_of(const Batch& batch, int num_q_heads) {
 
 }  // namespace
 
-// A block is seen by all, or by none, if it is so for every head.
-void MaskTiles::find_blocks(const BoundExpression& mask, BlockMaskShape shape) {
-  blocks_each_ = blocks_of(shape.kv_len);
-  const int tiles = (shape.q_len + shape.tile_q - 1) / shape.tile_q;
-  for (shape.head = 0; shape.head < heads_; ++shape.head) {
-    const BlockMask found = block_mask(mask, shape);
-    const bool first = shape.head == 0;
-    if (first) blocks_.assign(size_t(tiles) * size_t(blocks_each_), Seen::never);
-    for (int t = 0; t < tiles; ++t) {
-      Seen* const row = blocks_.data() + size_t(t) * size_t(blocks_each_);
-      int done = 0;
-      const auto join = [&](int end, Seen seen) {
-        for (; done < end; ++done) row[done] = first || row[done] == seen ? seen : Seen::partly;
-      };
-      for (int i = found.first_stretch[size_t(t)]; i < found.first_stretch[size_t(t) + 1]; ++i) {
-        const KeyStretch& stretch = found.stretches[size_t(i)];
-        join(stretch.begin / kBlockKeys, Seen::never);
-        join(blocks_of(stretch.end), stretch.shown != 0 ? Seen::always : Seen::partly);
-      }
-      join(blocks_each_, Seen::never);
-    }
-  }
-}
-
-void MaskTiles::add_stretches(const WorkItem& item, int first_block, ListDetails& details) {
-  const Seen* const row = blocks_.data() + first_block;
-  for (int begin = item.kv_begin; begin < item.kv_end;) {
-    const Seen seen = row[begin / kBlockKeys];
-    int end = begin;
-    while (end < item.kv_end && row[end / kBlockKeys] == seen) end = (end / kBlockKeys + 1) * kBlockKeys;
-    end = std::min(end, item.kv_end);
-    if (seen != Seen::never) details.stretches.push_back({begin, end, seen == Seen::always ? 1 : 0});
-    begin = end;
-  }
-}
-
 void MaskTiles::add_bytes(const BoundExpression& mask, const Batch& batch, const WorkItem& item, const KeyStretch& stretch) {
-  if (stretch.shown != 0) {
-    starts_.push_back(-1);
-    return;
-  }
   const int r = item.table, q_len = batch.query_len(r), seq_len = batch.seq_lens[size_t(r)];
   const long width = long(blocks_of(stretch.end - stretch.begin)) * kBlockKeys, rows = item.q_end - item.q_begin;
   const long all = checked_mul("batch.mask_mod.size", checked_mul("batch.mask_mod.size", width, rows), heads_);
@@ -74,7 +35,6 @@ void MaskTiles::add_bytes(const BoundExpression& mask, const Batch& batch, const
         "a mask_mod has a byte for each query and key of tiles that are seen in part: expected {} bytes of a step at most, got {} or more",
         kMostBytes, long(bytes_.size()) + all);
   long at = long(bytes_.size());
-  starts_.push_back(at);
   bytes_.resize(size_t(at + all));
   for (int head = 0; head < heads_; ++head)
     for (int token = item.q_begin; token < item.q_end; ++token, at += width)
@@ -88,32 +48,20 @@ void MaskTiles::add_bytes(const BoundExpression& mask, const Batch& batch, const
 
 void MaskTiles::find(const Batch& batch, const AttentionSpec& spec, int tile_q, Schedule& list) {
   bytes_.clear(), starts_.clear();
-  heads_ = spec.mask_mod.uses(ExpressionVariable::head) ? spec.num_q_heads : 1;
+  heads_ = mask_mod_heads(spec);
   const BoundExpression mask(spec.mask_mod, batch.mask_tensors, ranges_of(batch, spec.num_q_heads));
-  ListDetails& details = list.details;
-  int request = -1;
-  // Items of a request are neighbours in no list that is sorted by cost: so they are visited in the order of their requests.
-  std::vector<int> order(list.work.size());
-  for (size_t i = 0; i < order.size(); ++i) order[i] = int(i);
-  std::ranges::stable_sort(order, {}, [&](int i) { return list.work[size_t(i)].table; });
-  for (const int i : order) {
-    WorkItem& item = list.work[size_t(i)];
-    if (item.table != request) {
-      request = item.table;
-      find_blocks(mask, {.batch = request,
-                         .q_len = batch.query_len(request),
-                         .kv_len = batch.seq_lens[size_t(request)],
-                         .tile_q = tile_q,
-                         .tile_kv = kBlockKeys});
+  find_mask_mod_stretches(mask, spec, batch, tile_q, kBlockKeys, std::numeric_limits<size_t>::max(), list);
+  const ListDetails& details = list.details;
+  starts_.assign(details.stretches.size(), -1);
+  for (const WorkItem& item : list.work) {
+    const ItemDetails& of_item = details.items[size_t(~item.piece)];
+    for (int s = of_item.first_stretch; s < of_item.first_stretch + of_item.num_stretches; ++s) {
+      const KeyStretch& stretch = details.stretches[size_t(s)];
+      if (stretch.shown != 0) continue;
+      starts_[size_t(s)] = long(bytes_.size());
+      add_bytes(mask, batch, item, stretch);
     }
-    const int tile = (item.q_begin - batch.query_start_loc[size_t(request)]) / tile_q;
-    const size_t first = details.stretches.size();
-    add_stretches(item, tile * blocks_each_, details);
-    for (size_t s = first; s < details.stretches.size(); ++s) add_bytes(mask, batch, item, details.stretches[s]);
-    item.piece = ~int(details.items.size());
-    details.items.push_back({.kv_head = -1, .first_stretch = int(first), .num_stretches = int(details.stretches.size() - first)});
   }
-  if (!details.items.empty()) order_items(list);
 }
 
 void MaskTiles::set(AttentionParams& a) const {

@@ -18,18 +18,11 @@ class MaskTiles {
   void set(AttentionParams&) const;
 
  private:
-  // A tile of queries and a block of keys, of one head or of all.
-  enum class Seen : unsigned char { never, partly, always };
-  void find_blocks(const BoundExpression&, BlockMaskShape);
-  void add_stretches(const WorkItem&, int first_block, ListDetails&);
   void add_bytes(const BoundExpression&, const Batch&, const WorkItem&, const KeyStretch&);
 
   std::vector<unsigned char> bytes_;
   std::vector<long> starts_;  // of the list's stretches; -1: seen by all
   int heads_ = 1;             // that have bytes of their own
-  // Of one request at a time: of its tiles of queries, one behind the other, the blocks of all of its keys.
-  std::vector<Seen> blocks_;
-  int blocks_each_ = 0;
 };
 
 }  // namespace imbrex::cpu

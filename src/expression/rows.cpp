@@ -15,7 +15,7 @@ using RowLanes = int32_t[kRowChunk];
 
 // Loops are compiled for vectors of 16 lanes too, whatever the rest of the library is compiled for: everything that they call becomes a
 // part of them. Bits are the same, since nothing is contracted.
-#if defined(__x86_64__) && !defined(__AVX512F__)
+#if defined(__x86_64__) && !defined(__AVX512F__) && !defined(__clang__)  // clang has no such width for a function
 #define IMBREX_ROWS_OF_16 1
 [[nodiscard]] bool has_16_lanes() {
   static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&

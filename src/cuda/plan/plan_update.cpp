@@ -2,10 +2,10 @@
 // commit() sends it.
 #include <algorithm>
 
+#include "attention/mask_mod_stretches.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
 #include "cuda/attention/expressions.h"
-#include "cuda/plan/mask_stretches.h"
 #include "cuda/plan/plan.h"
 #include "cuda/plan/shared_items.h"
 
@@ -137,13 +137,14 @@ void Plan::leave_out_hidden(const Batch& batch, Step& next) {
   if (spec_.mask_mod.empty()) return;
   const int64_t bytes = mask_tensor_bytes(spec_, batch.mask_tensors), room = int64_t(arrays_.mask_elements.capacity);
   check(bytes <= room, "update.mask_tensors", "expected tensors of mask_mod with {} bytes at most, got {}", room, bytes);
+  const BoundExpression mask(spec_.mask_mod, batch.mask_tensors);
   for (const Regime regime : kRegimes) {
     const RegimePlan& s = regimes_[regime];
     Schedule& list = next.schedules[regime];
     if (list.num_work == 0) continue;
     list.work.resize(size_t(list.num_work));
     write_work(list, list.work.data());
-    find_mask_stretches(batch, spec_, s.policy.tile_q, s.policy.tile_kv, s.stretches.capacity, list);
+    find_mask_mod_stretches(mask, spec_, batch, s.policy.tile_q, s.policy.tile_kv, s.stretches.capacity, list);
   }
 }
 

@@ -11,6 +11,7 @@
 
 #include "attention/kv_codec.h"
 #include "attention/mask.h"
+#include "attention/mask_mod_stretches.h"
 #include "attention/position_bias.h"
 #include "attention/reference.h"
 #include "attention/shared_keys.h"
@@ -22,7 +23,6 @@
 #include "cuda/expression_arrays.h"
 #include "cuda/lanes/library.h"
 #include "cuda/lanes/variants.h"
-#include "cuda/plan/mask_stretches.h"
 #include "cuda/plan/shared_items.h"
 #include "cuda/tree_arrays.h"
 #include "imbrex/schedule.h"
@@ -72,7 +72,9 @@ class LanesPlan final : public AttentionPlan {
     if (variant_.has_wgmma()) policy.most_in_run = cuda::kMostInPrefillRun, policy.max_splits = policy.most_in_run;
     schedule(batch, spec_.mask, policy, schedule_);
     if (how_.share) share(policy);
-    if (!spec_.mask_mod.empty()) cuda::find_mask_stretches(batch, spec_, policy.tile_q, policy.tile_kv, 1 << 20, schedule_);
+    if (!spec_.mask_mod.empty())
+      find_mask_mod_stretches(BoundExpression(spec_.mask_mod, batch.mask_tensors), spec_, batch, policy.tile_q, policy.tile_kv, 1 << 20,
+                              schedule_);
   }
 
   void write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream stream) const override {

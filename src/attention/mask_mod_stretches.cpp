@@ -1,13 +1,12 @@
-// See mask_stretches.h.
-#include "cuda/plan/mask_stretches.h"
+// See mask_mod_stretches.h.
+#include "attention/mask_mod_stretches.h"
 
 #include <algorithm>
 #include <vector>
 
 #include "attention/item_order.h"
-#include "imbrex/bound_expression.h"
 
-namespace imbrex::cuda {
+namespace imbrex {
 namespace {
 
 // What queries see of a tile of keys: nothing, all that every head shows, or something else.
@@ -70,9 +69,11 @@ class SeenTiles {
 
 }  // namespace
 
-void find_mask_stretches(const Batch& batch, const AttentionSpec& spec, int tile_q, int tile_kv, size_t room, Schedule& list) {
-  const BoundExpression mask(spec.mask_mod, batch.mask_tensors);
-  SeenTiles tiles(mask, spec.mask_mod.uses(ExpressionVariable::head) ? spec.num_q_heads : 1, tile_q, tile_kv);
+int mask_mod_heads(const AttentionSpec& spec) { return spec.mask_mod.uses(ExpressionVariable::head) ? spec.num_q_heads : 1; }
+
+void find_mask_mod_stretches(const BoundExpression& mask, const AttentionSpec& spec, const Batch& batch, int tile_q, int tile_kv,
+                             size_t room, Schedule& list) {
+  SeenTiles tiles(mask, mask_mod_heads(spec), tile_q, tile_kv);
   ListDetails& details = list.details;
   std::vector<int> order(list.work.size());  // by requests
   for (size_t i = 0; i < order.size(); ++i) order[i] = int(i);
@@ -93,4 +94,4 @@ void find_mask_stretches(const Batch& batch, const AttentionSpec& spec, int tile
   if (!details.items.empty()) order_items(list);
 }
 
-}  // namespace imbrex::cuda
+}  // namespace imbrex
