@@ -54,7 +54,8 @@ void MaskTiles::find(const Batch& batch, const AttentionSpec& spec, int tile_q, 
   const ListDetails& details = list.details;
   starts_.assign(details.stretches.size(), -1);
   for (const WorkItem& item : list.work) {
-    const ItemDetails& of_item = details.items[size_t(~item.piece)];
+    const int number = ~item.piece;
+    const ItemDetails& of_item = details.items[size_t(number)];
     for (int s = of_item.first_stretch; s < of_item.first_stretch + of_item.num_stretches; ++s) {
       const KeyStretch& stretch = details.stretches[size_t(s)];
       if (stretch.shown != 0) continue;
