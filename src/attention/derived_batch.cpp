@@ -112,6 +112,7 @@ class Part {
 
   DerivedBatch make() {
     part_ = whole_;
+    part_.mask_tensors = {};  // a mask_mod reads them by the numbers of requests, which are others in the part
     take_lengths();
     take_keys();
     take_slots();

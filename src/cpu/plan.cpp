@@ -183,14 +183,18 @@ void modify_scores(const void* score_mod, const ScorePlace& at, float* scores) {
 }  // namespace
 
 void Plan::set_score_mod(std::span<const NamedTensor> tensors, AttentionParams& a) const {
-  std::vector<TensorView> views;
-  for (const ExpressionTensor& wanted : spec_.score_mod.tensors()) {
-    const auto given = std::ranges::find(tensors, wanted.name, &NamedTensor::name);
-    views.push_back(given == tensors.end() ? TensorView() : given->tensor);
+  const std::span<const ExpressionTensor> wanted = spec_.score_mod.tensors();
+  score_tensors_.resize(wanted.size());
+  bool same = score_mod_.has_value();
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const auto found = std::ranges::find(tensors, wanted[i].name, &NamedTensor::name);
+    const TensorView given = found == tensors.end() ? TensorView() : found->tensor;
+    same = same && given == score_tensors_[i];
+    score_tensors_[i] = given;
   }
-  if (!score_mod_ || views != score_tensors_) {
+  if (!same) {
+    score_mod_.reset();  // binding may fail
     score_mod_.emplace(spec_.score_mod, tensors);
-    score_tensors_ = std::move(views);
   }
   a.modify_scores = modify_scores, a.score_mod = &*score_mod_;
 }
