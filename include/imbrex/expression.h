@@ -196,9 +196,13 @@ Term to_int(const Term&);
 
 }  // namespace terms
 
-// The expression as text for CUDA, and for C++: a function `name` of an ExpressionInputs, which needs the header
-// src/expression/operations.h before it. Each operation is a call of a function of that header; of the user's texts only letters of
-// `name` get into it, which Error expression.name refuses where it is no identifier.
-std::string cuda_text(const Expression&, std::string_view name);
+// The expression as text for CUDA, and for C++: a function `name` of an ExpressionInputs, which needs the headers
+// src/expression/operations.h and short_operations.h before it. Each operation is a call of a function of these headers; of the user's
+// texts only letters of `name` get into it, which Error expression.name refuses where it is no identifier.
+//
+// `approximate`: floats are computed so that a row of keys takes few instructions. They are a few ulps off, and exp, log, tanh and sigmoid
+// as short_operations.h says. Those that decide something, operands of comparisons and what becomes an int, are `exact` at any rate.
+enum class ExpressionFloats : uint8_t { exact, approximate };
+std::string cuda_text(const Expression&, std::string_view name, ExpressionFloats = ExpressionFloats::exact);
 
 }  // namespace imbrex

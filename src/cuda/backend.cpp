@@ -116,7 +116,7 @@ Tile latent_tile(const Tiles& tiles, int cluster = 1) {
 }
 
 RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
-  if (arch != "sm_90a" || has_expressions(spec)) return {};
+  if (arch != "sm_90a") return {};
   if (const auto tiles = attention_sm90_latent_decode_tiles(arch, spec, regime)) {
     return {.entry = "attention_sm90_latent_decode",
             .tile = latent_tile(*tiles),
@@ -156,7 +156,7 @@ RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regim
             .cluster = unsigned(tiles.cluster),
             .row_blocks = tiles.row_blocks,
             .run_sums = tiles.teams * kRunLevels * run_node_floats(spec.head_dim_v),
-            .mask_teams = spec.mask.custom ? tiles.teams : 0,
+            .mask_teams = reads_mask_bits(spec) ? tiles.teams : 0,
             .maps = kernel.maps};
   }
   if (const auto tiles = sm90_verify_tiles(arch, spec, regime)) {
@@ -176,7 +176,7 @@ RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regim
     return {.entry = "attention_sm90_decode",
             .tile = {.rows = tiles->rows,
                      .keys = tiles->keys,
-                     .runs = true,
+                     .runs = spec.mask_mod.empty(),  // an item has stretches or pieces
                      .most_in_run = attention_sm90_decode_most_in_run(spec, *tiles),
                      .blocks = tiles->blocks,
                      .blocks_each = shares_pace ? tiles->blocks : 1},
@@ -259,13 +259,19 @@ KernelKey few_tasks_attention(std::string_view arch, const AttentionSpec& spec, 
 
 constexpr int kLeastSm80 = 80;
 
+// Expressions that have more tensors than a launch has room for.
+std::vector<Reason> score_mod_refusals(const AttentionSpec& spec) {
+  const size_t tensors = spec.score_mod.empty() ? 0 : spec.score_mod.tensors().size();
+  if (tensors <= kMostScoreTensors) return {};
+  return {{"spec.score_mod", fmt::format("{} tensors at most", kMostScoreTensors), fmt::format("{}", tensors)}};
+}
+
 // Dimensions whose tiles the shared memory of the device does not hold.
 std::vector<Reason> sm80_refusals(const AttentionSpec& spec, const DeviceInfo& device) {
   // Records are widened to bf16, which f16 queries cannot be multiplied by, and what holds a record is too wide for products of fp8.
   if (spec.kv_format == KvFormat::fp8_ds_mla && spec.q_dtype != DType::bf16 && spec.q_dtype != DType::f32)
     return {{"spec.q_dtype", "bf16 or f32", to_string(spec.q_dtype)}};
-  if (const size_t tensors = spec.score_mod.empty() ? 0 : spec.score_mod.tensors().size(); tensors > kMostScoreTensors)
-    return {{"spec.score_mod", fmt::format("{} tensors at most", kMostScoreTensors), fmt::format("{}", tensors)}};
+  if (auto reasons = score_mod_refusals(spec); !reasons.empty()) return reasons;
   if (device.sm < kLeastSm80) return {};
   const std::string arch = arch_of(device);
   if (std::all_of(std::begin(kRegimes), std::end(kRegimes), [&](Regime regime) { return sm80_tiles(arch, spec, regime).has_value(); }))
@@ -281,7 +287,7 @@ bool sm90_reads(KvFormat format) { return format == KvFormat::fp8_ds_mla; }
 
 // Why none of the kernels of cuda_sm90 takes a layer.
 std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) {
-  if (has_expressions(spec)) return refuse_expressions(spec);
+  if (auto reasons = score_mod_refusals(spec); !reasons.empty()) return reasons;
   const bool few_rows = attention_sm90_decode_tiles("sm_90a", spec, kDecodeRows) || attention_sm90_verify_tiles("sm_90a", spec);
   if (few_rows || runs_sm90_latents("sm_90a", spec)) return {};
   std::vector<Reason> reasons = sm90_prefill(spec).refusals(spec);

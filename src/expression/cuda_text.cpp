@@ -1,21 +1,13 @@
-// Expressions as text for CUDA and C++: a line for each operation, which calls a function of operations.h.
+// Expressions as text for CUDA and C++: a line for each operation, which calls a function of operations.h. row_text.cpp has the other form.
 #include <fmt/format.h>
 
 #include "core/check.h"
 #include "expression/builder.h"
+#include "expression/text_parts.h"
 #include "expression/value.h"
 
 namespace imbrex {
 namespace {
-
-constexpr std::string_view kCalled = "imbrex::operations::";
-
-std::string constant_text(const ExpressionNode& node) {
-  const ExpressionBits value{node.value};
-  if (node.type == ExpressionType::boolean) return value.boolean() ? "true" : "false";
-  if (node.type == ExpressionType::real) return fmt::format("{}as_float(0x{:08x}u)", kCalled, uint32_t(value.bits));
-  return value.integer() == INT32_MIN ? fmt::format("{}kIntMin", kCalled) : fmt::format("{}", value.integer());
-}
 
 const char* function_of(ExpressionOp op) {
   using enum ExpressionOp;
@@ -54,8 +46,15 @@ const char* function_of(ExpressionOp op) {
   return "";
 }
 
-// Which floats decide something: a comparison's operands, what becomes an int, and what these are made of. Sums and products of others may
-// be contracted by the compiler.
+}  // namespace
+
+std::string constant_text(const ExpressionNode& node) {
+  const ExpressionBits value{node.value};
+  if (node.type == ExpressionType::boolean) return value.boolean() ? "true" : "false";
+  if (node.type == ExpressionType::real) return fmt::format("{}as_float(0x{:08x}u)", kCalled, uint32_t(value.bits));
+  return value.integer() == INT32_MIN ? fmt::format("{}kIntMin", kCalled) : fmt::format("{}", value.integer());
+}
+
 std::vector<bool> deciding(std::span<const ExpressionNode> nodes) {
   std::vector<bool> decides(nodes.size());
   for (size_t n = nodes.size(); n-- > 0;) {
@@ -66,36 +65,37 @@ std::vector<bool> deciding(std::span<const ExpressionNode> nodes) {
   return decides;
 }
 
-}  // namespace
+std::string value_text(std::span<const ExpressionNode> nodes, size_t n, bool exact) {
+  const ExpressionNode& node = nodes[n];
+  std::string args;
+  for (const int16_t arg : node.args)
+    if (arg >= 0) args += fmt::format("{}v{}", args.empty() ? "" : ", ", arg);
+  switch (node.op) {
+    case ExpressionOp::constant: return constant_text(node);
+    case ExpressionOp::variable:
+      if (ExpressionVariable(node.value) == ExpressionVariable::score) return fmt::format("{}multiply_exact(in.score, in.scale)", kCalled);
+      return fmt::format("in.{}", to_string(ExpressionVariable(node.value)));
+    case ExpressionOp::tensor: {
+      const std::string function = node.type == ExpressionType::boolean ? "element_bool" : fmt::format("element<{}>", to_string(node.type));
+      return fmt::format("{}{}(in.tensors[{}], {})", kCalled, function, node.value, args);
+    }
+    default: break;
+  }
+  const bool contracts = node.type == ExpressionType::real &&
+                         (node.op == ExpressionOp::add || node.op == ExpressionOp::subtract || node.op == ExpressionOp::multiply);
+  return fmt::format("{}{}{}({})", kCalled, function_of(node.op), contracts && exact ? "_exact" : "", args);
+}
 
-std::string cuda_text(const Expression& expression, std::string_view name) {
+std::string cuda_text(const Expression& expression, std::string_view name, ExpressionFloats floats) {
   check(!expression.empty(), "expression.empty", "an expression is needed, got an empty one");
   check(is_identifier(name) && !is_expression_word(name), "expression.name",
         "the name of a function is up to 64 letters, digits and _, and no word of the language; got \"{}\"", name);
   const std::span<const ExpressionNode> nodes = expression.nodes();
-  const std::vector<bool> exact = deciding(nodes);
   std::string text =
       fmt::format("inline {} {}([[maybe_unused]] const imbrex::ExpressionInputs& in) {{\n", to_string(expression.type()), name);
-  for (size_t n = 0; n < nodes.size(); ++n) {
-    const ExpressionNode& node = nodes[n];
-    std::string args;
-    for (const int16_t arg : node.args)
-      if (arg >= 0) args += fmt::format("{}v{}", args.empty() ? "" : ", ", arg);
-    std::string value;
-    if (node.op == ExpressionOp::constant) {
-      value = constant_text(node);
-    } else if (node.op == ExpressionOp::variable) {
-      value = fmt::format("in.{}", to_string(ExpressionVariable(node.value)));
-    } else if (node.op == ExpressionOp::tensor) {
-      const std::string function = node.type == ExpressionType::boolean ? "element_bool" : fmt::format("element<{}>", to_string(node.type));
-      value = fmt::format("{}{}(in.tensors[{}], {})", kCalled, function, node.value, args);
-    } else {
-      const bool contracts = node.type == ExpressionType::real &&
-                             (node.op == ExpressionOp::add || node.op == ExpressionOp::subtract || node.op == ExpressionOp::multiply);
-      value = fmt::format("{}{}{}({})", kCalled, function_of(node.op), contracts && exact[n] ? "_exact" : "", args);
-    }
-    text += fmt::format("  const {} v{} = {};\n", to_string(node.type), n, value);
-  }
+  if (floats == ExpressionFloats::approximate && expression.type() == ExpressionType::real) return text + row_text(expression) + "}\n";
+  const std::vector<bool> exact = deciding(nodes);
+  for (size_t n = 0; n < nodes.size(); ++n) text += fmt::format("  const {} v{} = {};\n", to_string(nodes[n].type), n, value_text(nodes, n, exact[n]));
   return text + fmt::format("  return v{};\n}}\n", nodes.size() - 1);
 }
 

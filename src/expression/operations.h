@@ -12,9 +12,13 @@ struct ExpressionTensorData {
   long strides[3];  // in elements
 };
 struct ExpressionInputs {
-  float score;
+  float score;  // times `scale`: the logit
   int batch, head, q, kv, q_len, kv_len;
   const ExpressionTensorData* tensors;  // in the order of Expression::tensors()
+  float scale = 1.f;
+  // For texts of ExpressionFloats::approximate: kv is the sum of both, and the first is the same for many keys.
+  int first_kv = 0;
+  float key = 0.f;
 };
 
 namespace operations {

@@ -16,10 +16,10 @@ TEST(ExpressionText, CompilesForGpus) {
   int number = 0;
   for (const Expression& e : test::expressions_of_texts()) {
     const std::string name = "generated_" + std::to_string(number);
-    functions += cuda_text(e, name);
-    calls += "  out[" + std::to_string(number++) + "] += float(" + name + "(in));\n";
+    functions += cuda_text(e, name) + cuda_text(e, "short_" + name, ExpressionFloats::approximate);
+    calls += "  out[" + std::to_string(number++) + "] += float(" + name + "(in)) + float(short_" + name + "(in));\n";
   }
-  const std::string text = "#include \"expression/operations.h\"\n" + functions +
+  const std::string text = "#include \"expression/operations.h\"\n#include \"expression/short_operations.h\"\n" + functions +
                            "extern \"C\" __global__ void evaluate(const imbrex::ExpressionInputs in, float* out) {\n" + calls + "}\n";
   for (const char* arch : {"sm_80", "sm_90a"}) {
     const CompiledKernel kernel = compile_text({"expression.cu", arch, {}}, text);
@@ -71,9 +71,10 @@ TEST(ExpressionKernels, RefuseByName) {
     return codes;
   };
   EXPECT_EQ(reasons("cuda_sm80", spec_with("2.0 * score", "kv <= q")), "");
-  EXPECT_EQ(reasons("cuda_sm90", spec_with("2.0 * score", "kv <= q")), "spec.score_mod spec.mask_mod ");
+  EXPECT_EQ(reasons("cuda_sm90", spec_with("2.0 * score", "kv <= q")), "");
   const char* const five = "float a[]; float b[]; float c[]; float d[]; float e[]; score + a[q] + b[q] + c[q] + d[q] + e[q]";
   EXPECT_EQ(reasons("cuda_sm80", spec_with(five, "")), "spec.score_mod ");
+  EXPECT_EQ(reasons("cuda_sm90", spec_with(five, "")), "spec.score_mod ");
 }
 
 }  // namespace

@@ -5,11 +5,13 @@
 #include <bit>
 #include <cmath>
 
-#include "expression/operations.h"
+#include "expression/short_operations.h"
 #include "expression/texts/expressions.h"
 #include "imbrex/error.h"
 
 namespace {
+
+constexpr float kNear = 2e-3f;  // of values up to 1e4, with sums of a few of them
 
 int bits_of(float x) { return std::bit_cast<int>(x); }
 int bits_of(int x) { return x; }
@@ -26,7 +28,7 @@ TEST(CudaText, IsALineForEachOperation) {
   const std::vector<ExpressionTensor> tensors = RandomExpressions::tensors();
   EXPECT_EQ(cuda_text(parse_expression("where(score * 2 < 1 & seen[0, q, kv], score * slope[head], -inf)", tensors), "mod"),
             "inline float mod([[maybe_unused]] const imbrex::ExpressionInputs& in) {\n"
-            "  const float v0 = in.score;\n"
+            "  const float v0 = imbrex::operations::multiply_exact(in.score, in.scale);\n"
             "  const float v1 = imbrex::operations::as_float(0x40000000u);\n"
             "  const float v2 = imbrex::operations::multiply_exact(v0, v1);\n"
             "  const float v3 = imbrex::operations::as_float(0x3f800000u);\n"
@@ -45,6 +47,21 @@ TEST(CudaText, IsALineForEachOperation) {
             "}\n");
 }
 
+// The score is times a scale, and keys are counted from the first of a row.
+TEST(CudaText, ApproximateSumsStayFactorsOfARow) {
+  const auto text = [](const char* expression) { return cuda_text(parse_expression(expression), "mod", ExpressionFloats::approximate); };
+  const std::string alibi = text("float slope[]; score + slope[head] * (kv - q)");
+  EXPECT_NE(alibi.find("fused(in.score, in.scale, imbrex::operations::fused(in.key, v2, r1))"), std::string::npos) << alibi;
+  EXPECT_NE(alibi.find("float((in.first_kv - in.q))"), std::string::npos) << alibi;
+  const std::string cap = text("20 * tanh(score / 20)");
+  EXPECT_NE(cap.find("tanh_of_units(in.score * r1)"), std::string::npos) << cap;
+  // What decides is exact, and what may be any int is no sum.
+  EXPECT_NE(text("where(score * 2 < 1, score, 0)").find("multiply_exact(v0"), std::string::npos);
+  EXPECT_EQ(text("int t[]; score + (kv - t[q])").find("first_kv"), std::string::npos);
+  EXPECT_EQ(text("score + (kv + 2000000000)").find("first_kv"), std::string::npos);
+  EXPECT_EQ(text("score + kv * kv").find("first_kv"), std::string::npos);
+}
+
 TEST(CudaText, NamesAreIdentifiers) {
   const Expression e = parse_expression("q < kv");
   for (const char* name : {"", "a b", "f(){}", "1f", "q", "float", "a;b"}) EXPECT_THROW(cuda_text(e, name), Error) << name;
@@ -53,6 +70,7 @@ TEST(CudaText, NamesAreIdentifiers) {
 
 TEST(CudaText, CompiledTextsGiveTheSameBits) {
   const std::vector<Expression> expressions = expressions_of_texts();
+  const size_t num_usual = usual_expressions().size();
   ASSERT_EQ(expressions.size(), std::size(kGenerated));
   ExpressionProblem problem(41);
   for (size_t n = 0; n < expressions.size(); ++n) {
@@ -71,10 +89,22 @@ TEST(CudaText, CompiledTextsGiveTheSameBits) {
     }
     for (int i = 0; i < 200; ++i) {
       const ExpressionVariables at = problem.variables();
-      const int bits = kGenerated[n]({at.score, at.batch, at.head, at.q, at.kv, at.q_len, at.kv_len, tensors.data()});
+      const ExpressionInputs in{at.score, at.batch, at.head, at.q, at.kv, at.q_len, at.kv_len, tensors.data()};
+      const int bits = kGenerated[n](in);
       const ExpressionValue value = bound.evaluate(at);
       const bool both_nan = value.type == ExpressionType::real && std::isnan(value.real()) && std::isnan(std::bit_cast<float>(bits));
       ASSERT_TRUE(bits == value.bits || both_nan) << expressions[n].str() << ": " << bits << " and " << value.bits;
+      if (n >= num_usual) continue;
+      ExpressionInputs row = in;  // as a kernel has it
+      row.score *= 4.f, row.scale = 0.25f, row.key = float(i % 96), row.first_kv = at.kv - i % 96;
+      const int short_bits = kApproximate[n](row);
+      if (value.type != ExpressionType::real) {
+        ASSERT_EQ(short_bits, value.bits) << expressions[n].str();
+        continue;
+      }
+      const float exact = value.real(), near = std::bit_cast<float>(short_bits);
+      if (!std::isfinite(exact) || std::abs(exact) > 1e4f) continue;  // sums of large terms
+      ASSERT_NEAR(near, exact, kNear) << expressions[n].str() << ", q " << at.q << ", kv " << at.kv << ", score " << at.score;
     }
   }
 }

@@ -3,6 +3,7 @@
 // the kernel's constants (expression_functions() in cuda/attention/expressions.h), and is there if kScoreMod and kMaskMod say so.
 #include "attention_item.cuh"
 #include "expression/operations.h"
+#include "expression/short_operations.h"
 
 namespace imbrex::cuda {
 
@@ -20,8 +21,14 @@ DEVICE ExpressionInputs expression_inputs(const AttentionParams& p, const Item& 
           .kv_len = item.seq_len,
           .tensors = tensors};
 }
-DEVICE ExpressionInputs of_key(ExpressionInputs in, int key, float score = 0.f) {
-  in.kv = key, in.score = score;
+DEVICE ExpressionInputs of_key(ExpressionInputs in, int key) {
+  in.kv = key;
+  return in;
+}
+// Of key `first` + `key`, whose logit is `score` times `scale`. `key` is a constant of an unrolled loop.
+DEVICE ExpressionInputs of_logit(ExpressionInputs in, int first, int key, float score, float scale) {
+  in.score = score, in.scale = scale;
+  in.kv = first + key, in.first_kv = first, in.key = float(key);
   return in;
 }
 

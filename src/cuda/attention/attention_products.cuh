@@ -219,8 +219,11 @@ class Scores {
         const RowTerms row_terms = terms(row);
         if constexpr (kScoreMod) {
           const ExpressionInputs in = expression_inputs(p_, slot_.item, row, p_.score_tensors);
+          constexpr bool kAlone = !kHeadScales && !kSoftCap && !kAlibi && !kRelative;
+          const float scale = kAlone ? factor_of(p_, row_terms) : 1.f;
           each_of_row(s[m], h, [=, this](float& x, int key) {
-            x = score_mod(of_key(in, begin + 2 * (lane_ % 4) + key, modified(p_, row_terms, x, distance + key)));
+            const float logit = kAlone ? x : modified(p_, row_terms, x, distance + key);
+            x = score_mod(of_logit(in, begin + 2 * (lane_ % 4), key, logit, scale));
           });
         } else if (has_bits(begin)) {
           const u64 word = slot_.item.word_of(p_, row);

@@ -4,7 +4,9 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "attention/mask_mod_stretches.h"
 #include "cuda/attention/attention_constants.h"
+#include "cuda/attention/expressions.h"
 #include "cuda/attention/flat_kv.h"
 #include "cuda/driver/tensor_map.h"
 #include "cuda/params.h"
@@ -14,12 +16,30 @@ namespace {
 
 constexpr int kWidenedParts = 4;  // in which attention_sm90_widen.cuh loads a tile
 
+// As the kernel for a spec whose mask it reads as bits has it: wherever the bits come from.
+AttentionSpec with_mask_bits(AttentionSpec spec) {
+  spec.mask.custom = reads_mask_bits(spec);
+  spec.mask_mod = {};
+  return spec;
+}
+
+// Keys of a tile whose logits a score_mod changes: elements of tensors, which are loaded several at a time, take registers, and so do
+// long expressions.
+int keys_beside(const Expression& score_mod) {
+  constexpr size_t kShort = 32, kLong = 96;  // operations
+  const size_t operations = score_mod.nodes().size();
+  if (operations > kShort) return operations > kLong ? 64 : 80;
+  return loads_for_each_key(score_mod) ? 80 : 128;
+}
+
 }  // namespace
+
+bool reads_mask_bits(const AttentionSpec& spec) { return spec.mask.custom || !spec.mask_mod.empty(); }
 
 bool widens(const AttentionSpec& spec) { return is_fp8(spec.kv_dtype) && !is_fp8(spec.q_dtype); }
 
 int attention_sm90_cluster(const AttentionSpec& spec) {
-  const bool plain_mask = !has_window(spec.mask) && !spec.mask.custom;
+  const bool plain_mask = !has_window(spec.mask) && !reads_mask_bits(spec);
   return has_plain_logits(spec) && plain_mask && spec.num_kv_heads % 2 == 0 && !has_small_pages(spec) && !widens(spec) ? 2 : 1;
 }
 
@@ -30,14 +50,18 @@ Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
   const ScoreMod& score = spec.score;
   const bool caps = score.soft_cap > 0, more = score.alibi && (caps || score.head_scales || has_window(spec.mask));
   Sm90Tiles tiles{.teams = 2, .rows = 0, .keys = 128, .stages = 2, .cluster = attention_sm90_cluster(spec)};
-  const bool masked = spec.mask.custom;
+  const bool masked = reads_mask_bits(spec);
   if (spec.head_dim_qk <= 64) {
     // Warps that widen take whole pages of a quarter of a tile; that, copies of rows and masks need registers that three warpgroups do not
     // leave.
     const bool two = masked || (widens(spec) && !has_plain_logits(spec)) || (caps && has_small_pages(spec));
     tiles.stages = 3, tiles.teams = two ? 2 : 3, tiles.keys = two || !caps ? 128 : more ? 80 : 96;
   }
-  if (spec.head_dim_v > 128) tiles.keys = masked || score.alibi ? 64 : 80;
+  if (!spec.score_mod.empty()) {
+    const int most = keys_beside(spec.score_mod);
+    tiles.teams = 2, tiles.keys = most < 128 && (masked || widens(spec)) ? 64 : most;  // words of bits, and whole pages of a quarter
+  }
+  if (spec.head_dim_v > 128) tiles.keys = masked || score.alibi || !spec.score_mod.empty() ? 64 : 80;
   if (widens(spec) && spec.head_dim_qk > 128) tiles.keys = 64;  // beside the bytes
   tiles.rows = tiles.teams * sm90_team_rows(spec);
   if (flattens(spec)) tiles.row_blocks = attention_sm90_cluster(flat_spec(spec));
@@ -59,9 +83,15 @@ std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
   need(dims, "spec.head_dim_qk", fmt::format("the same multiple of {} up to {} for keys and values, or 192 and 128", kDimUnit, kMostDims),
        fmt::format("{} and {}", qk, v));
   need(group <= kTeamRows, "spec.num_q_heads", fmt::format("{} for each kv head at most", kTeamRows), fmt::format("{}", group));
-  need(!spec.mask.custom || v <= kMostMaskedDims || has_plain_logits(spec), "spec.mask.custom",
-       fmt::format("no custom mask beside a soft cap, ALiBi or head scales with more than {} dims", kMostMaskedDims), "a custom mask");
+  need(!reads_mask_bits(spec) || v <= kMostMaskedDims || has_plain_logits(spec), spec.mask.custom ? "spec.mask.custom" : "spec.mask_mod",
+       fmt::format("no custom mask and no mask_mod beside logits other than q.k times a scale with more than {} dims", kMostMaskedDims),
+       spec.mask.custom ? "a custom mask" : "a mask_mod");
+  need(mask_mod_heads(spec) == 1, "spec.mask_mod", "a mask that is the same for all heads", spec.mask_mod.str());
   need(!spec.mask.positions, "spec.mask.positions", "positions aligned at the bottom right", "given positions");
+  AttentionSpec without = spec;
+  without.score_mod = {};
+  need(spec.score_mod.empty() || has_plain_logits(without), "spec.score_mod", "no score_mod beside what else a logit becomes",
+       spec.score_mod.str());
   // Registers again: with 64 dims a thread block has three warpgroups.
   need(!spec.mask.tree || (has_plain_logits(spec) && !(has_window(spec.mask) && v <= kSm90ChunkDims)), "spec.mask.tree",
        fmt::format("no tree beside logits other than q.k times a scale, or beside a window with {} dims or fewer", kSm90ChunkDims),
@@ -81,19 +111,24 @@ KernelKey sm90_prefill_key(const char* path, std::string_view arch, const Attent
                                {"kKeyWarps", 1},
                                {"kFromBytes", from_bytes},
                                {"kStages", tiles.stages}},
-                              tiles.cluster)};
+                              tiles.cluster),
+          expression_functions(spec)};
 }
 
-KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& spec, DType out) {
+KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& given, DType out) {
+  const AttentionSpec spec = with_mask_bits(given);
   return sm90_prefill_key("attention_sm90.cu", arch, spec, out, attention_sm90_tiles(spec), widens(spec));
 }
 
-KernelKey attention_sm90_flat_key(std::string_view arch, const AttentionSpec& spec, DType out) {
+KernelKey attention_sm90_flat_key(std::string_view arch, const AttentionSpec& given, DType out) {
+  const AttentionSpec spec = with_mask_bits(given);
   return sm90_prefill_key("attention_sm90.cu", arch, flat_spec(spec), out, attention_sm90_tiles(spec).over_flat(), widens(spec));
 }
 
-KernelKey pack_mask_key(std::string_view arch, const AttentionSpec& spec) {
-  return sm90_prefill_key("pack_mask.cu", arch, spec, spec.q_dtype, attention_sm90_tiles(spec), widens(spec));
+KernelKey pack_mask_key(std::string_view arch, const AttentionSpec& given) {
+  AttentionSpec spec = given;
+  spec.mask.custom = true, spec.score_mod = {};
+  return sm90_prefill_key("pack_mask.cu", arch, spec, spec.q_dtype, attention_sm90_tiles(given), widens(spec));
 }
 
 bool encode_query_map(CUtensorMap& map, const AttentionSpec& spec, const TensorView& q, int rows, int width) {

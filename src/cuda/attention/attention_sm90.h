@@ -32,6 +32,8 @@ constexpr int kSm90ChunkDims = kTensorMapLine / 2;
 constexpr int sm90_chunks(int dims) { return (dims + kSm90ChunkDims - 1) / kSm90ChunkDims; }
 constexpr int kTeamRows = 64;  // of a product of a warpgroup, which takes as many of them as whole tokens have
 int sm90_team_rows(const AttentionSpec&);
+// Whether prefill reads the mask as bits, which pack_mask.cu makes of the bytes of a custom mask or by computing a mask_mod.
+bool reads_mask_bits(const AttentionSpec&);
 // Thread blocks that read the same keys from L2 once: those of an item's rows, which see nearly the same, or of different kv heads.
 int attention_sm90_cluster(const AttentionSpec&);
 Sm90Tiles attention_sm90_tiles(const AttentionSpec&);
@@ -44,7 +46,7 @@ bool widens(const AttentionSpec&);
 // The key of any prefill kernel with wgmma.
 KernelKey sm90_prefill_key(const char* path, std::string_view arch, const AttentionSpec&, DType out, const Sm90Tiles&,
                            bool from_bytes = false);
-// Entry `pack_mask`, which makes AttentionParams::mask_bits and seen_tiles in front of it, with kPackMaskThreads; takes AttentionParams.
+// Entry `pack_mask`, which makes AttentionParams::mask_bits and seen_tiles for it, with kPackMaskThreads; takes AttentionParams.
 KernelKey pack_mask_key(std::string_view arch, const AttentionSpec&);
 // Entry `attention_sm90`; a block of threads() on every multiprocessor. Parameters: AttentionParams, then the maps of q, k and v.
 KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec&, DType out);

@@ -100,7 +100,8 @@ class Tasks {
       found.piece.last = end >= item.hi;
       item.lo = max(item.lo, begin), item.hi = min(item.hi, end);
     }
-    item.request = item.seq_len = item.query_index = item.merge = item.piece = 0;  // not read: registers are few
+    item.query_index = item.merge = item.piece = 0;  // not read: registers are few
+    if constexpr (!kScoreMod) item.request = item.seq_len = 0;
     found.together = kCluster > 1 && item.num_rows > kTileRows;
     const bool has_rows = kRowBlocks == 1 || item.num_rows > 0;
     const bool mine = has_rows && (found.together || item.kv_head % kCluster == 0);

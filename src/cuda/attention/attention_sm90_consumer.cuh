@@ -161,7 +161,11 @@ class Consumer {
   template <bool edge>
   DEVICE bool softmax(Rows& rows, Scores& s, Sums& sums) const {
     const int begin = tile_ * kTileKeys;
-    if constexpr (!kPlainLogits) modify(rows, s);
+    if constexpr (kScoreMod) {
+      modify_by_expression(p_, item(), item_row(), begin, rows, s);
+    } else if constexpr (!kPlainLogits) {
+      modify(rows, s);
+    }
     if constexpr (edge && kCustomMask) {
       hide_masked(p_, item(), item_row(), tile_, s);
     } else if constexpr (edge && kTree) {

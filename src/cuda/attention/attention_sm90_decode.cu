@@ -67,7 +67,7 @@ class Consumer {
   using ScoreTile = TiledFragment<kTeamKeys>[1];
 
   DEVICE void run_item(const Item& item, const ItemScores& scores) {
-    const Tiles tiles = tiles_of(item);
+    TileStream<kMaskMod> tiles(p_, item);
     const int piece_tiles = item.piece > 0 ? item.piece / kTileKeys : kFar;
     Sums piece, level1, level2, all;  // of the tree of pieces: nodes that are not complete
     piece.clear(0.f), level1.clear(kNoSum), level2.clear(kNoSum), all.clear(kNoSum);
@@ -84,21 +84,21 @@ class Consumer {
       level2.clear(kNoSum);
     };
     ScoreTile s;
-    score(scores, tiles.first, 0, s);
+    score(scores, tiles.tile(), tiles.is_shown(), 0, s);
     int left = piece_tiles;  // tiles of the piece
 #pragma unroll 1
-    for (int tile = tiles.first; tile < tiles.end; ++tile) {
+    for (; tiles.count() < tiles.end(); tiles.next()) {
       meet();
-      if (tile > tiles.first) add_values(item, tile - 1, piece);
+      if (tiles.count() > tiles.first()) add_values(item, tiles.tile_before(), piece);
       if (left == 0) end_piece(), left = piece_tiles;
       weigh(scores, s, piece);
-      const bool last = tile + 1 == tiles.end;
+      const bool last = tiles.count() + 1 == tiles.end();
       if (--left == 0 || last) leave_sums(piece);
-      if (!last) score(scores, tile + 1, 1, s);
+      if (!last) score(scores, tiles.next_tile(), tiles.next_is_shown(), 1, s);
       odd_ ^= 1;
     }
     meet();
-    add_values(item, tiles.end - 1, piece);
+    add_values(item, tiles.tile_before(), piece);
     if (item.piece == 0) {
       total_sums(piece);
       all = piece;
@@ -121,12 +121,12 @@ class Consumer {
   DEVICE int row_of(int h) const { return 16 * group_ + 8 * h + lane_ / 4; }
   DEVICE static float& of_team(float4& four, int team) { return reinterpret_cast<float*>(&four)[team]; }
 
-  // Computes the scores of a tile. `ahead`: how many tiles after the one whose weights are computed next.
-  DEVICE void score(const ItemScores& scores, int tile, int ahead, ScoreTile& s) {
+  // Computes the scores of a tile. `shown`: mask_mod hides none. `ahead`: how many tiles after the one whose weights are computed next.
+  DEVICE void score(const ItemScores& scores, int tile, bool shown, int ahead, ScoreTile& s) {
     mbarrier_wait(shared_address(&shared_.k_full[k_.at]), k_.parity);
     const int begin = tile * kTileKeys + team_ * kTeamKeys;
     if (scores.sees(begin)) {
-      scores.compute(begin, shared_address(shared_.k[k_.at]) + team_ * kTeamKeys * KRows::kKRow, s);
+      scores.compute(begin, shared_address(shared_.k[k_.at]) + team_ * kTeamKeys * KRows::kKRow, s, shown);
     } else {
       fill(s[0], -infinity());
     }

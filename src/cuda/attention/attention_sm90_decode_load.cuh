@@ -2,6 +2,7 @@
 // The shared memory of attention_sm90_decode.cu, and the warp that fills it.
 #include "attention_products.cuh"
 #include "attention_sm90_stream.cuh"
+#include "tile_walk.cuh"
 
 namespace imbrex::cuda {
 
@@ -68,7 +69,7 @@ DEVICE Task task_of(const AttentionParams& p, int number, int tasks) {
   Task task{number, {}, {}};
   if (number < tasks) {
     task.item = item_of(p, number);
-    task.first = box_of(p, task.item, tiles_of(task.item).first);
+    task.first = box_of(p, task.item, TileStream<kMaskMod>(p, task.item).tile());
   }
   return task;
 }
@@ -95,10 +96,10 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
       break;
     }
     const Item item = task.item;
-    const Tiles tiles = tiles_of(item);
+    TileStream<kMaskMod> tiles(p, item);
     // The number of the next task is taken not much earlier than needed, since another crew might begin it sooner. It is looked up behind a
     // tile after which there is time: the ring is full.
-    const int takes = max(tiles.first, tiles.end - kStages - 2), looks_up = min(takes + kStages, tiles.end) - 1;
+    const int takes = max(tiles.first(), tiles.end() - kStages - 2), looks_up = min(takes + kStages, tiles.end()) - 1;
     int number = 0;
     Box box = task.first, before{};
     mbarrier_wait(shared_address(&shared.q_empty[q.at]), q.parity ^ 1);
@@ -117,15 +118,15 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
     };
     // Values are loaded a tile behind the keys, as they are needed.
 #pragma unroll 1
-    for (int tile = tiles.first; tile < tiles.end; ++tile, k.next()) {
+    for (; tiles.count() < tiles.end(); tiles.next(), k.next()) {
       const u32 to = shared_address(shared.k[k.at]), full = shared_address(&shared.k_full[k.at]);
-      const Box next = box_of(p, item, tile + 1);
+      const Box next = box_of(p, item, tiles.next_tile());
       mbarrier_wait(shared_address(&shared.k_empty[k.at]), k.parity ^ 1);
       load_tile<kHeadDimQk, kKChunks, kKWidth>(p, p.k, k_map, item, box, to, full, l2);
-      if (tile > tiles.first) load_values();
+      if (tiles.count() > tiles.first()) load_values();
       before = box, box = next;
-      if (tile == takes && lane == 0) number = take_number(p, crews, tasks);
-      if (tile == looks_up) task = task_of(p, shuffle(number, 0), tasks);
+      if (tiles.count() == takes && lane == 0) number = take_number(p, crews, tasks);
+      if (tiles.count() == looks_up) task = task_of(p, shuffle(number, 0), tasks);
     }
     load_values();
   }

@@ -46,6 +46,8 @@ std::vector<Reason> attention_sm90_fp8_refusals(const AttentionSpec& spec) {
        fmt::format("{} and {}", spec.head_dim_qk, dim));
   need(group <= kTeamRows, "spec.num_q_heads", fmt::format("{} for each kv head at most", kTeamRows), fmt::format("{}", group));
   need(!spec.mask.custom, "spec.mask.custom", "no custom mask", "a custom mask");
+  need(spec.mask_mod.empty(), "spec.mask_mod", "none", spec.mask_mod.str());
+  need(spec.score_mod.empty(), "spec.score_mod", "none", spec.score_mod.str());
   need(!spec.mask.tree, "spec.mask.tree", "no tree of drafts", "a tree");
   need(!spec.mask.positions, "spec.mask.positions", "positions aligned at the bottom right", "given positions");
   need(spec.score.relative_buckets == 0, "spec.score.relative_buckets", "0", fmt::format("{}", spec.score.relative_buckets));

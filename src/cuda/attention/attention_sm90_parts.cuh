@@ -2,6 +2,7 @@
 // The parts that the wgmma kernels share: a thread's work on the scores and the output of its two rows, which are in registers as
 // fragment.cuh says.
 #include "async.cuh"
+#include "attention_expression.cuh"
 #include "attention_item.cuh"
 #include "attention_output.cuh"
 #include "finish.cuh"
@@ -95,6 +96,17 @@ DEVICE void modify(const Rows& rows, Scores& s) {
   });
 }
 
+// Scores become what the user's score_mod makes of logits.
+DEVICE void modify_by_expression(const AttentionParams& p, const Item& item, int row, int begin, const Rows& rows, Scores& s) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const ExpressionInputs in = expression_inputs(p, item, row + 8 * h, p.score_tensors);
+    const int first = begin + first_column();
+    const float scale = rows.terms[h].scale;
+    each_of_row(s, h, [=](float& x, int key) { x = score_mod(of_logit(in, first, key, x, scale)); });
+  }
+}
+
 // Scores of a tile whose keys begin at `begin` become weights relative to each row's reference. True where a row's sums must be multiplied
 // by `factor` first; `slack` and `fresh` as in move_reference().
 DEVICE bool weigh(const AttentionParams& p, int begin, const Rows& rows, Scores& s, float (&reference)[2], float (&sum)[2],
@@ -103,7 +115,7 @@ DEVICE bool weigh(const AttentionParams& p, int begin, const Rows& rows, Scores&
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float top = greatest(s, h);
-    const float scale = factor_of(p, rows.terms[h]);
+    const float scale = kScoreMod ? kLog2e : factor_of(p, rows.terms[h]);
     float first = 0.f;  // what ALiBi adds to all
     if constexpr (kAlibi) first = scale * rows.terms[h].slope * float(begin + first_column() - rows.position[h]);
     top = kAlibi ? max_over<4>(fmaf(top, scale, first)) : max_over<4>(top) * scale;

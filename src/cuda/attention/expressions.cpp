@@ -44,10 +44,24 @@ void pack(const TensorView& t, char* to) {
 
 }  // namespace
 
+bool loads_for_each_key(const Expression& expression) {
+  const std::span<const ExpressionNode> nodes = expression.nodes();
+  std::vector<bool> varies(nodes.size());
+  for (size_t n = 0; n < nodes.size(); ++n) {
+    const ExpressionNode& node = nodes[n];
+    const auto is = [&](ExpressionVariable v) { return node.op == ExpressionOp::variable && node.value == int32_t(v); };
+    varies[n] = is(ExpressionVariable::kv) || is(ExpressionVariable::score) ||
+                std::ranges::any_of(node.args, [&](int16_t arg) { return arg >= 0 && varies[size_t(arg)]; });
+    if (node.op == ExpressionOp::tensor && varies[n]) return true;
+  }
+  return false;
+}
+
 std::string expression_functions(const AttentionSpec& spec) {
   if (!has_expressions(spec)) return {};
-  std::string text = "#include \"expression/operations.h\"\nnamespace imbrex::cuda {\n";
-  if (!spec.score_mod.empty()) text += cuda_text(spec.score_mod, "score_mod");
+  std::string text = "#include \"expression/operations.h\"\n#include \"expression/short_operations.h\"\nnamespace imbrex::cuda {\n";
+  const ExpressionFloats floats = spec.q_dtype == DType::f32 ? ExpressionFloats::exact : ExpressionFloats::approximate;
+  if (!spec.score_mod.empty()) text += cuda_text(spec.score_mod, "score_mod", floats);
   if (!spec.mask_mod.empty()) text += cuda_text(spec.mask_mod, "mask_mod");
   return text + "}  // namespace imbrex::cuda\n";
 }

@@ -12,6 +12,9 @@ namespace imbrex::cuda {
 
 inline bool has_expressions(const AttentionSpec& spec) { return !spec.score_mod.empty() || !spec.mask_mod.empty(); }
 
+// Whether some element of a tensor is another one for another key.
+bool loads_for_each_key(const Expression&);
+
 // KernelKey::functions of kernels that include attention_expression.cuh; empty for a spec without expressions.
 std::string expression_functions(const AttentionSpec&);
 

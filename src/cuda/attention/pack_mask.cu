@@ -1,8 +1,10 @@
-// Custom masks, of which the caller has a byte for each query token and key, as prefill with wgmma reads them (attention_sm90_mask.cuh).
-// Launched by cuda/plan/plan_run.cpp in front of it.
+// Masks as prefill with wgmma reads them (attention_sm90_mask.cuh): custom masks, of which the caller has a byte for each query token and
+// key, and a layer's mask_mod, which is computed here. Launched by cuda/plan/plan_run.cpp: of bytes in front of each run, since a caller
+// may change them; of a mask_mod once a step.
 //
 // Memory: each byte that a query may see is read once, and written as a bit: 4096 x 4096 causal are 8.4 MB, 3 us at 3 TB/s. A warp takes
 // 1024 keys of a token at a time, a thread block the tokens of an item and 32 tiles of keys: a word of its flags.
+#include "attention_expression.cuh"
 #include "attention_sm90_mask.cuh"
 
 namespace imbrex::cuda {
@@ -23,8 +25,9 @@ DEVICE int tasks_of(const AttentionParams& p, int request) {
   return (q_len + kItemTokens - 1) / kItemTokens * ((seq_len + kTaskKeys - 1) / kTaskKeys);
 }
 
-// A token's 1024 keys from `begin` on: a word a lane.
-DEVICE u32 packed(const unsigned char* mask, int begin, const KeyRange& seen) {
+// A token's 1024 keys from `begin` on: a word a lane. `shows`: the key to the token, of its visible keys.
+template <class Shows>
+DEVICE u32 packed(int begin, const KeyRange& seen, const Shows& shows) {
   u32 mine = 0;
 #pragma unroll
   for (int i = 0; i < 32; i += 8) {  // eight loads under way
@@ -32,7 +35,7 @@ DEVICE u32 packed(const unsigned char* mask, int begin, const KeyRange& seen) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int key = begin + 32 * (i + j) + lane_id();
-      sees[j] = key >= seen.lo && key < seen.hi && mask[key] != 0;
+      sees[j] = key >= seen.lo && key < seen.hi && shows(key);
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -54,13 +57,28 @@ DEVICE void pack(const AttentionParams& p, SharedStorage& shared, int request, i
   if (int(threadIdx.x) < int(sizeof shared / sizeof(u32))) reinterpret_cast<u32*>(&shared)[threadIdx.x] = 0;
   __syncthreads();
   for (int token = warp_id(); token < num_tokens; token += kWarps) {
-    const unsigned char* const mask = p.custom_mask + p.custom_start[request] + long(first_query + token) * seq_len;
+    const auto shows = [&] {
+      if constexpr (kMaskMod) {
+        const ExpressionInputs in{.score = 0.f,
+                                  .batch = request,
+                                  .head = 0,
+                                  .q = position + token,
+                                  .kv = 0,
+                                  .q_len = q_len,
+                                  .kv_len = seq_len,
+                                  .tensors = p.mask_tensors};
+        return [=](int key) { return mask_mod(of_key(in, key)); };
+      } else {
+        const unsigned char* const mask = p.custom_mask + p.custom_start[request] + long(first_query + token) * seq_len;
+        return [=](int key) { return mask[key] != 0; };
+      }
+    }();
     const KeyRange visible = visible_keys(p, position + token), seen{max(visible.lo, 0), min(visible.hi, seq_len)};
     u32* const row = mask_row(p, first_token + first_query + token);
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int begin = task_begin + chunk * kChunkKeys;
       if (begin >= hi || begin + kChunkKeys <= lo) continue;
-      const u32 mine = packed(mask, begin, seen);
+      const u32 mine = packed(begin, seen, shows);
       const u32 any = __ballot_sync(kFullWarp, mine != 0), part = __ballot_sync(kFullWarp, mine != ~0u);
       if (begin / 32 + lane_id() < p.mask_words) row[begin / 32 + lane_id()] = mine;
       if (lane_id() == 0) {

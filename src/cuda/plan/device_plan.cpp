@@ -101,6 +101,7 @@ void Plan::update_on_device(const DeviceBatch& batch, Stream stream) {
   }
   p.flat = flat_ ? m.device(arrays_.flat_counts) : nullptr;
   device_plan_->launch(p, cu);
+  pack_mask_mod(regimes_[kPrefill].bounds.num_work, cu);
   memory_->made_on_device();
   Step& step = steps_.now();
   step.arrays = placed;

@@ -24,7 +24,7 @@ bool has_few_tasks(const AttentionKernels& table, std::string_view arch, const A
 }
 
 bool packs_mask(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec) {
-  return spec.mask.custom && table.kernel(arch, spec, kPrefill).mask_teams > 0;
+  return table.kernel(arch, spec, kPrefill).mask_teams > 0;
 }
 
 // Whether the kernels of a spec, to such an extent, have the variant that shares items. What sharing adds depends on dims, not on types, so
@@ -83,7 +83,8 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
     static_cast<PlanOutline::OfRegime&>(regimes_[regime]) = planned.regimes[regime];
     regimes_[regime].l2_keys = gpu::keys_in_l2(spec, device, regime);
   }
-  mask_words_ = planned.mask_words, seen_tile_words_ = planned.seen_tile_words;
+  mask_ = planned.mask;
+  if (planned.step_mask_bytes > 0) step_mask_ = DeviceBuffer(context_, planned.step_mask_bytes);
   scratch_ = planned.scratch;
   partial_rows_ = planned.partial_rows;
   may_share_ = planned.may_share(kDecode, options.limits);
@@ -132,7 +133,7 @@ void Plan::name_kernels() {
   const auto merges = [](const RegimePlan& s) { return !s.kernel.joins_pieces && s.bounds.num_merges > 0; };
   if (std::ranges::any_of(regimes_, merges))
     name(merge_, "merge", kMergeThreads, 1, options_.load_on_demand, [&](DType out) { return table_.merge(arch_, spec_, out); });
-  if (mask_words_ > 0) {
+  if (mask_.words > 0) {
     pack_mask_.key = pack_mask_key(arch_, spec_), pack_mask_.entry = "pack_mask", pack_mask_.threads = kPackMaskThreads;
     if (!options_.load_on_demand) now.push_back(&pack_mask_);
   }
@@ -187,7 +188,7 @@ void Plan::lay_out() {
     const bool shares = may_share_ && regime == kDecode;
     s.shared_tokens = layout.add<SharedToken>(shares ? partial_rows_ : 0);
     s.merge_parts = layout.add<int>(shares ? s.bounds.num_work : 0);
-    const int64_t items = spec_.mask_mod.empty() ? 0 : s.bounds.num_work;
+    const int64_t items = spec_.mask_mod.empty() || s.kernel.mask_teams > 0 ? 0 : s.bounds.num_work;
     s.item_details = layout.add<ItemDetails>(items);
     s.stretches = layout.add<KeyStretch>(
         items == 0 ? 0 : std::min(checked_mul("plan.scratch", items, blocks_of(limits.max_seq_len, s.policy.tile_kv)), kMaxStretches));

@@ -127,8 +127,11 @@ class Plan final : public StepPlan {
   void put_trees(const Batch&);
   void put_key_starts(const Batch&, const Step&);
   void put_block_ids(const Batch&, const Step&);
-  void widen_key_starts(const Step&, CUstream) const;
-  void restore_key_starts(CUstream) noexcept;
+  // What kernels make of the arrays that are sent: key starts and the bits of a mask_mod.
+  void derive_arrays(const Step&, CUstream) const;
+  void restore_derived(CUstream) noexcept;
+  AttentionParams batch_params(void* mask_memory) const;
+  void pack_mask_mod(int64_t items, CUstream) const;
   // `kv`: of the inputs, with a view of its values.
   AttentionParams params(const AttentionInputs&, const KvCache& kv, const AttentionOutputs&, const gpu::ScratchMemory& scratch) const;
   template <class InFront>
@@ -153,7 +156,8 @@ class Plan final : public StepPlan {
   std::unique_ptr<PlanArrays> memory_;
   std::vector<TreeNode> nodes_;               // of a batch, while an update puts them down
   DeviceBuffer counters_;                     // a task of each regime, then arrivals
-  int mask_words_ = 0, seen_tile_words_ = 0;  // as in AttentionParams
+  PackedMask mask_;
+  DeviceBuffer step_mask_;  // what mask_ of a mask_mod lies in
   int64_t partial_rows_ = 0;                  // the most that a batch within the limits has
   Scratch scratch_;
   std::shared_ptr<gpu::DeviceWorkspace> workspace_;  // what scratch_ lies in

@@ -20,13 +20,15 @@ void lay_out_scratch(PlanOutline& o, const AttentionSpec& spec, const DeviceInfo
   o.scratch.run_sums = layout.add<float>(run_sums * std::max(device.num_workers, 1));
   o.scratch.partial_state = layout.add<float>(rows * 2);
   const PlanOutline::OfRegime& prefill = o.regimes[kPrefill];
-  if (spec.mask.custom && prefill.kernel.mask_teams > 0 && prefill.bounds.num_work > 0) {
+  ArrayLayout of_step;
+  if (prefill.kernel.mask_teams > 0 && prefill.bounds.num_work > 0) {
     const int64_t tiles = blocks_of(limits.max_seq_len, prefill.kernel.tile.keys), tokens = limits.max_num_tokens;
-    o.mask_words = int(tiles * prefill.kernel.tile.keys / 32), o.seen_tile_words = int((tiles + 31) / 32);
-    o.scratch.mask_bits = layout.add<unsigned>(checked_mul("plan.scratch", tokens, o.mask_words));
-    o.scratch.seen_tiles = layout.add<unsigned>(checked_mul("plan.scratch", tokens, (1 + prefill.kernel.mask_teams) * o.seen_tile_words));
+    ArrayLayout& memory = spec.mask.custom ? layout : of_step;
+    o.mask.words = int(tiles * prefill.kernel.tile.keys / 32), o.mask.seen_tile_words = int((tiles + 31) / 32);
+    o.mask.bits = memory.add<unsigned>(checked_mul("plan.scratch", tokens, o.mask.words));
+    o.mask.seen_tiles = memory.add<unsigned>(checked_mul("plan.scratch", tokens, (1 + prefill.kernel.mask_teams) * o.mask.seen_tile_words));
   }
-  o.scratch_bytes = layout.bytes();
+  o.scratch_bytes = layout.bytes(), o.step_mask_bytes = of_step.bytes();
 }
 
 // Partial rows for a step in which requests share items: their runs are shorter, and what other regimes do not need is left to them. So

@@ -10,11 +10,16 @@
 
 namespace imbrex::cuda {
 
+// A mask as pack_mask.cu packs it: AttentionParams::mask_bits, and what belongs to them.
+struct PackedMask {
+  ArrayOf<unsigned> bits, seen_tiles;
+  int words = 0, seen_tile_words = 0;  // 0: no mask is packed
+};
+
 // The arrays in scratch: a launch of run() writes them and later launches of the same run() read them.
 struct Scratch {
   ArrayOf<char> flat_keys;
   ArrayOf<float> partial_out, partial_state, run_sums;
-  ArrayOf<unsigned> mask_bits, seen_tiles;
 };
 
 struct PlanOutline {
@@ -27,9 +32,9 @@ struct PlanOutline {
   std::array<OfRegime, kNumRegimes> regimes;
   int64_t partial_rows = 0;  // the most that a batch within the limits has
   FlatRoom flat;
-  int mask_words = 0, seen_tile_words = 0;  // as in AttentionParams; 0: no mask is packed
+  PackedMask mask;  // in scratch; that of a mask_mod is the step's, in memory of its own
   Scratch scratch;
-  size_t scratch_bytes = 0;
+  size_t scratch_bytes = 0, step_mask_bytes = 0;
 
   // Whether requests of a batch may share items of the regime.
   bool may_share(Regime regime, const PlanLimits& limits) const {

@@ -39,11 +39,34 @@ const Plan::Specialised& Plan::loaded(Specialised& s, bool captured) const {
   return s;
 }
 
-AttentionParams Plan::params(const AttentionInputs& in, const KvCache& kv, const AttentionOutputs& out,
-                             const gpu::ScratchMemory& scratch) const {
+// What kernels are told of the batch and the layer's masks, without a call's tensors.
+AttentionParams Plan::batch_params(void* mask_memory) const {
   const PlanArrays& m = *memory_;
   const BatchArrays& arrays = steps_.now().arrays;
   AttentionParams a{};
+  a.query_start = m.device(arrays_.query_start);
+  a.seq_lens = m.device(arrays_.seq_lens);
+  a.block_ids = spec_.block_size > 0 ? arrays.block_ids : nullptr;
+  a.block_start = m.device(arrays_.block_start);
+  if (spec_.mask.custom) a.custom_mask = arrays.custom_mask, a.custom_start = m.device(arrays_.custom_start);
+  if (mask_.words > 0) {
+    a.mask_bits = gpu::array_in(mask_memory, mask_.bits), a.seen_tiles = gpu::array_in(mask_memory, mask_.seen_tiles);
+    a.mask_words = mask_.words, a.seen_tile_words = mask_.seen_tile_words;
+    a.least_masked_q = regimes_[kPrefill].policy.min_q;
+  }
+  if (spec_.mask.positions || spec_.mask.tree) a.positions = m.device(arrays_.positions);
+  if (spec_.mask.tree) a.tree_seen = m.device(arrays_.tree_seen), a.tree_first = m.device(arrays_.tree_first);
+  a.mask_tensors = m.device(arrays_.mask_tensors);
+  a.window_left = spec_.mask.window_left;
+  a.window_right = spec_.mask.window_right;
+  a.chunk = spec_.mask.chunk;
+  a.chunk_before = lookback_tokens(spec_.mask);
+  return a;
+}
+
+AttentionParams Plan::params(const AttentionInputs& in, const KvCache& kv, const AttentionOutputs& out,
+                             const gpu::ScratchMemory& scratch) const {
+  AttentionParams a = batch_params(spec_.mask.custom ? scratch.data.get() : step_mask_.as<void>());
   a.q = in.q.as<const char>();
   a.q_token_stride = byte_stride(in.q, 0);
   a.q_head_stride = byte_stride(in.q, 1);
@@ -56,32 +79,13 @@ AttentionParams Plan::params(const AttentionInputs& in, const KvCache& kv, const
     a.lse_head_stride = out.lse.stride(1);
   }
   set_sides(spec_, kv, a);
-  a.query_start = m.device(arrays_.query_start);
-  a.seq_lens = m.device(arrays_.seq_lens);
-  a.block_ids = spec_.block_size > 0 ? arrays.block_ids : nullptr;
-  a.block_start = m.device(arrays_.block_start);
-  if (spec_.mask.custom) {
-    a.custom_mask = arrays.custom_mask;
-    a.custom_start = m.device(arrays_.custom_start);
-    a.mask_bits = gpu::array_in(scratch.data.get(), scratch_.mask_bits),
-    a.seen_tiles = gpu::array_in(scratch.data.get(), scratch_.seen_tiles);
-    a.mask_words = mask_words_, a.seen_tile_words = seen_tile_words_;
-    a.least_masked_q = regimes_[kPrefill].policy.min_q;
-  }
-  if (spec_.mask.positions || spec_.mask.tree) a.positions = m.device(arrays_.positions);
-  if (spec_.mask.tree) a.tree_seen = m.device(arrays_.tree_seen), a.tree_first = m.device(arrays_.tree_first);
   set_score_tensors(spec_, in.score_tensors, a);
-  a.mask_tensors = m.device(arrays_.mask_tensors);
   a.num_kv_heads = a.kv_heads_now = spec_.num_kv_heads;
   const Fp8Scales q_scale = fp8_scales(in.q_scale, device_.device);
   a.q_scales = q_scale.device;
   a.q_scale_stride = q_scale.stride;
   a.scale = spec_.scale() * q_scale.host;
   a.soft_cap = spec_.score.soft_cap;
-  a.window_left = spec_.mask.window_left;
-  a.window_right = spec_.mask.window_right;
-  a.chunk = spec_.mask.chunk;
-  a.chunk_before = lookback_tokens(spec_.mask);
   a.head_scales = in.head_scales.as<const float>();
   a.alibi_slopes = in.alibi_slopes.as<const float>();
   a.sinks = in.sinks.as<const float>();
@@ -99,6 +103,14 @@ template <class... Maps>
 void Plan::launch(const Specialised& s, int64_t tasks, CUstream stream, const AttentionParams& a, const Maps&... maps) const {
   const unsigned grid = unsigned(std::min<int64_t>(s.grid, tasks * s.cluster));
   s.kernel.launch({.grid_x = grid, .threads = s.threads, .cluster = s.cluster, .programmatic = programmatic_}, stream, a, maps...);
+}
+
+// Computes the bits of a mask_mod for the step, once for all layers; `items`: of prefill, at most.
+void Plan::pack_mask_mod(int64_t items, CUstream stream) const {
+  if (spec_.mask_mod.empty() || mask_.words == 0 || items == 0) return;
+  AttentionParams a = batch_params(step_mask_.as<void>());
+  a.counts = memory_->device(regimes_[kPrefill].counts);
+  launch(loaded(pack_mask_, is_captured(stream)), items * mask_.seen_tile_words, stream, a);
 }
 
 void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream stream) const {
@@ -139,7 +151,8 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
     a.next_task = counters_.as<int>() + regime;
     a.arrivals = counters_.as<int>() + s.arrivals;
     a.beside = now.beside, a.next_waits = now.next_waits;
-    if (regime == kPrefill && !pack_mask_.entry.empty()) launch(loaded(pack_mask_, captured), tasks * seen_tile_words_, cu, a);
+    if (regime == kPrefill && spec_.mask.custom && mask_.words > 0)
+      launch(loaded(pack_mask_, captured), tasks * mask_.seen_tile_words, cu, a);
     bool mapped = true;
     const auto run_over_cache = [&](const PlanCounts* counts) {
       AttentionParams over_cache = a;

@@ -141,7 +141,7 @@ void Plan::leave_out_hidden(const Batch& batch, Step& next) {
   for (const Regime regime : kRegimes) {
     const RegimePlan& s = regimes_[regime];
     Schedule& list = next.schedules[regime];
-    if (list.num_work == 0) continue;
+    if (list.num_work == 0 || s.kernel.mask_teams > 0) continue;  // prefill with wgmma finds hidden tiles by the mask's bits
     list.work.resize(size_t(list.num_work));
     write_work(list, list.work.data());
     find_mask_mod_stretches(mask, spec_, batch, s.policy.tile_q, s.policy.tile_kv, s.stretches.capacity, list);
@@ -247,14 +247,14 @@ void Plan::commit(Stream stream) {
   try {
     memory_->send(cu);
   } catch (...) {
-    if (memory_->has_sent()) restore_key_starts(cu);
+    if (memory_->has_sent()) restore_derived(cu);
     throw;
   }
   try {
-    widen_key_starts(steps_.spare(), cu);
+    derive_arrays(steps_.spare(), cu);
   } catch (...) {
     memory_->take_back(cu);
-    restore_key_starts(cu);
+    restore_derived(cu);
     throw;
   }
   steps_.flip();
@@ -265,17 +265,18 @@ void Plan::revert(Stream stream) noexcept {
   const CurrentContext current(*context_, std::nothrow);
   steps_.flip();
   memory_->take_back(cu_stream(stream));
-  restore_key_starts(cu_stream(stream));
+  restore_derived(cu_stream(stream));
 }
 
-// Computes the key starts again, because the copies that were sent may have overwritten them.
-void Plan::widen_key_starts(const Step& step, CUstream stream) const {
+void Plan::derive_arrays(const Step& step, CUstream stream) const {
   if (!step.key_starts.empty()) tables_->widen_starts(step.key_starts, memory_->device(arrays_.block_start), step.num_reqs, stream);
+  pack_mask_mod(step.on_device ? regimes_[kPrefill].bounds.num_work : step.schedules[kPrefill].num_work, stream);
 }
-void Plan::restore_key_starts(CUstream stream) noexcept {
+// The copies that were sent may have overwritten what was derived.
+void Plan::restore_derived(CUstream stream) noexcept {
   has_step_ = memory_->is_whole();
   try {
-    widen_key_starts(steps_.now(), stream);
+    derive_arrays(steps_.now(), stream);
   } catch (...) {
     has_step_ = false;
   }

@@ -72,7 +72,7 @@ class LanesPlan final : public AttentionPlan {
     if (variant_.has_wgmma()) policy.most_in_run = cuda::kMostInPrefillRun, policy.max_splits = policy.most_in_run;
     schedule(batch, spec_.mask, policy, schedule_);
     if (how_.share) share(policy);
-    if (!spec_.mask_mod.empty())
+    if (!spec_.mask_mod.empty() && variant_.has_stretches())
       find_mask_mod_stretches(BoundExpression(spec_.mask_mod, batch.mask_tensors), spec_, batch, policy.tile_q, policy.tile_kv, 1 << 20,
                               schedule_);
   }

@@ -49,9 +49,10 @@ struct Variant {
   bool is_latent_spread() const { return text == Text::latent_spread; }
   bool is_latent_pair() const { return text == Text::latent_pair || text == Text::latent_pair_without_maps; }
   bool is_latent_decode() const { return text == Text::latent_decode || text == Text::latent_decode_without_maps; }
-  bool packs_mask() const { return text == Text::wgmma && c.spec.mask.custom; }
+  bool packs_mask() const { return text == Text::wgmma && cuda::reads_mask_bits(c.spec); }
   bool has_wgmma() const { return text == Text::wgmma || text == Text::wgmma_e4m3; }
-  bool takes_runs() const { return text != Text::sm80; }
+  bool has_stretches() const { return !c.spec.mask_mod.empty() && !packs_mask(); }
+  bool takes_runs() const { return text != Text::sm80 && !has_stretches(); }
   cuda::Sm90Tiles wgmma_tiles() const {
     return text == Text::wgmma ? cuda::attention_sm90_tiles(c.spec) : cuda::attention_sm90_fp8_tiles(c.spec);
   }
@@ -386,6 +387,21 @@ inline std::vector<Variant> variants() {
   mod_exact.spec.mask.causal = false;
   mod_exact.spec.mask_mod = parse_expression("kv < kv_len - q_len + 20 & (kv <= q | kv < 50)");
   mod_exact.spec.score_mod = parse_expression("score - exp(min(2, 0.01 * abs(q - kv)))");
+  Case& mod_turns = add_wgmma("mod_turns", spec(DType::bf16, DType::bf16, 128, 128, 2, 16), {{140, 300, 0}, {3, 130, 1}, {70, 400, 2}});
+  mod_turns.spec.score_mod = parse_expression("float slope[]; 15 * tanh(score / 15) + slope[head] * (kv - q)");
+  Case& mod_masked = add_wgmma("mod_masked", spec(DType::bf16, DType::bf16, 128, 128, 2, 16), {{300, 300, 0}, {3, 40, 1}, {70, 500, 2}});
+  mod_masked.spec.mask_mod = parse_expression("int doc[,]; doc[batch, q] == doc[batch, kv]");
+  mod_masked.spec.score_mod = parse_expression("int doc[,]; score + 0.1 * doc[batch, kv] - 0.01 * abs(q - kv)");
+  Case& mod_masked_bytes = add_wgmma("mod_masked_bytes", spec(DType::bf16, DType::fp8_e4m3, 64, 64, 1, 16), {{350, 900, 0}, {3, 40, 1}});
+  mod_masked_bytes.spec.mask.causal = false;
+  mod_masked_bytes.spec.mask_mod = parse_expression("kv < 5 | kv <= q + 3 & q - kv < 150 | batch == 1");
+  Case& mod_tma = add_decode("mod_tma", 16, spec(DType::bf16, DType::bf16, 128, 128, 4, 16));
+  mod_tma.spec.mask_mod = parse_expression("kv < 5 | q - kv < 70 | kv // 64 % 3 == 1 & batch < 2");
+  mod_tma.spec.score_mod = parse_expression("float slope[]; score * sigmoid(score) + slope[head] * (kv - q)");
+  Case& mod_tma_rows = add_decode("mod_tma_rows", 32, spec(DType::f16, DType::fp8_e4m3, 64, 64, 8, 1));
+  mod_tma_rows.spec.mask_mod = parse_expression("kv % 5 != head % 3 & kv > 100 | q == kv");
+  Case& mod_tma_runs = add_decode("mod_tma_runs", 16, spec(DType::bf16, DType::bf16, 64, 64, 2, 16));
+  mod_tma_runs.spec.score_mod = parse_expression("where(kv == 0, score - 1, score - 0.01 * (q - kv))");
   // Rows in two places: bytes whose parts have a scale each, with queries of 16 bits and of bytes; converted, at any strides; values that
   // the tile of keys does not have. Records, as 16 bits and in planes.
   const auto apart = [](AttentionSpec s) {

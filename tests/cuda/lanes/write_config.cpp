@@ -16,7 +16,10 @@ int main(int argc, char** argv) {
     file << imbrex::cuda::config_text(key);
     if (!file.flush()) std::cerr << "cannot write the constants of " << name << "\n", result = 1;
   };
-  for (const imbrex::test::Variant& v : imbrex::test::variants()) write(v.name, v.key());
+  for (const imbrex::test::Variant& v : imbrex::test::variants()) {
+    write(v.name, v.key());
+    if (v.packs_mask()) write(std::string("mask_") + v.name, imbrex::cuda::pack_mask_key(v.arch, v.c.spec));
+  }
   for (const imbrex::test::ShortConvVariant& v : imbrex::test::short_conv_variants()) write(v.name, v.key());
   for (const imbrex::test::RecurrentVariant& v : imbrex::test::recurrent_variants()) {
     write(v.tokens(), v.key());

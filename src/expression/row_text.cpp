@@ -1,0 +1,225 @@
+// Texts of ExpressionFloats::approximate: what an expression is in a row of keys.
+//
+// A float that is a sum of a multiple of one number (the score, or the result of an operation), of a multiple of the key's number and of what
+// does not depend on the key stays such a sum until an operation needs its value. Its three factors do not depend on the key: the
+// compiler computes them once for all keys that it has unrolled, and of the sum two multiply-adds are left.
+#include <fmt/format.h>
+
+#include <array>
+#include <bit>
+#include <cmath>
+
+#include "expression/text_parts.h"
+
+namespace imbrex {
+namespace {
+
+using enum ExpressionOp;
+
+// A number of a row: a text, or a constant.
+struct Factor {
+  std::string text;
+  float value = 0.f;  // where there is no text
+  bool is(float x) const { return text.empty() && value == x; }
+  std::string str() const { return text.empty() ? fmt::format("{}as_float(0x{:08x}u)", kCalled, std::bit_cast<uint32_t>(value)) : text; }
+};
+
+// `number` * base + step * key + rest. `base`: a text; empty: none.
+struct Sum {
+  std::string base;
+  Factor number, step, rest;
+};
+
+class RowText {
+ public:
+  explicit RowText(const Expression& expression)
+      : nodes_(expression.nodes()), exact_(deciding(nodes_)), varies_(nodes_.size()), sums_(nodes_.size()), written_(nodes_.size()) {}
+
+  std::string str() {
+    for (size_t n = 0; n < nodes_.size(); ++n) take(n);
+    const size_t last = nodes_.size() - 1;
+    value(last);
+    return text_ + fmt::format("  return v{};\n", last);
+  }
+
+ private:
+  void take(size_t n) {
+    const ExpressionNode& node = nodes_[n];
+    varies_[n] = node.op == variable && (ExpressionVariable(node.value) == ExpressionVariable::kv ||
+                                         ExpressionVariable(node.value) == ExpressionVariable::score);
+    for (const int16_t arg : node.args)
+      if (arg >= 0 && varies_[size_t(arg)]) varies_[n] = true;
+    if (node.type != ExpressionType::real || exact_[n]) return write(n, value_text_of(n));
+    sums_[n] = sum_of(n);
+  }
+
+  void put(std::string_view type, const std::string& name, const std::string& value) {
+    text_ += fmt::format("  [[maybe_unused]] const {} {} = {};\n", type, name, value);
+  }
+  void write(size_t n, const std::string& value) {
+    put(to_string(nodes_[n].type), fmt::format("v{}", n), value);
+    written_[n] = true;
+    if (nodes_[n].type == ExpressionType::real) sums_[n] = alone(n);
+  }
+  // With the values of its arguments.
+  std::string value_text_of(size_t n) {
+    for (const int16_t arg : nodes_[n].args)
+      if (arg >= 0) value(size_t(arg));
+    return value_text(nodes_, n, exact_[n]);
+  }
+  Sum alone(size_t n) const {
+    const ExpressionNode& node = nodes_[n];
+    if (node.op == constant) return {"", {}, {}, {"", std::bit_cast<float>(node.value)}};
+    if (!varies_[n]) return {"", {}, {}, {fmt::format("v{}", n)}};
+    return {fmt::format("v{}", n), {"", 1.f}, {}, {}};
+  }
+
+  // The name of a float's or another's value, which is written now if it has not been.
+  std::string value(size_t n) {
+    if (!written_[n]) {
+      const std::string text = text_of(sums_[n]);
+      put("float", fmt::format("v{}", n), text);
+      written_[n] = true;
+    }
+    return fmt::format("v{}", n);
+  }
+  static std::string text_of(const Sum& s) {
+    std::string text;
+    if (!s.rest.is(0.f)) text = s.rest.str();
+    const auto plus = [&](const Factor& factor, const std::string& times) {
+      if (factor.is(0.f)) return;
+      if (text.empty()) {
+        text = factor.is(1.f) ? times : fmt::format("{} * {}", times, factor.str());
+      } else {
+        text = factor.is(1.f) ? fmt::format("({} + {})", times, text) : fmt::format("{}fused({}, {}, {})", kCalled, times, factor.str(), text);
+      }
+    };
+    plus(s.step, "in.key");
+    if (!s.base.empty()) plus(s.number, s.base);
+    return text.empty() ? "0.f" : text;
+  }
+
+  // Row numbers of row numbers: constants stay constants.
+  Factor named(std::string text) {
+    put("float", fmt::format("r{}", rows_), text);
+    return {fmt::format("r{}", rows_++)};
+  }
+  Factor times(const Factor& a, const Factor& b) {
+    if (a.is(0.f) || b.is(0.f)) return {};
+    if (a.is(1.f)) return b;
+    if (b.is(1.f)) return a;
+    if (a.text.empty() && b.text.empty()) return {"", a.value * b.value};
+    return named(fmt::format("{} * {}", a.str(), b.str()));
+  }
+  Factor plus(const Factor& a, const Factor& b) {
+    if (a.is(0.f)) return b;
+    if (b.is(0.f)) return a;
+    if (a.text.empty() && b.text.empty()) return {"", a.value + b.value};
+    return named(fmt::format("{} + {}", a.str(), b.str()));
+  }
+  Sum scaled(const Sum& s, const Factor& by) { return {s.base, times(s.number, by), times(s.step, by), times(s.rest, by)}; }
+
+  static bool is_of_row(const Sum& s) { return s.base.empty() && s.step.is(0.f); }
+
+  Sum added(const Sum& a, const Sum& b) {
+    if (!a.base.empty() && !b.base.empty() && a.base != b.base) {
+      // The second becomes a number of its own, with what both have besides.
+      const Sum rest{b.base, b.number, plus(a.step, b.step), plus(a.rest, b.rest)};
+      put("float", fmt::format("s{}", sums_written_), text_of({a.base, a.number, {}, {fmt::format("({})", text_of(rest))}}));
+      return {fmt::format("s{}", sums_written_++), {"", 1.f}, {}, {}};
+    }
+    return {a.base.empty() ? b.base : a.base, plus(a.number, b.number), plus(a.step, b.step), plus(a.rest, b.rest)};
+  }
+
+  // Of the node's function of one number that is first multiplied by a unit.
+  Sum of_units(size_t n, const char* function, const char* unit) {
+    const Sum& argument = sums_[size_t(nodes_[n].args[0])];
+    const Factor factor{fmt::format("{}{}", kCalled, unit)};
+    const std::string text = text_of(scaled(argument, factor));
+    write(n, fmt::format("{}{}({})", kCalled, function, text));
+    return sums_[n];
+  }
+
+  Sum sum_of(size_t n) {
+    const ExpressionNode& node = nodes_[n];
+    const auto arg = [&](int i) -> const Sum& { return sums_[size_t(node.args[size_t(i)])]; };
+    constexpr Factor (*number)(float) = [](float x) { return Factor{"", x}; };
+    switch (node.op) {
+      case variable:
+        if (ExpressionVariable(node.value) != ExpressionVariable::score) break;
+        return {"in.score", {"in.scale"}, {}, {}};
+      case to_real: {
+        const std::array<std::string, 2> affine = affine_in_key(size_t(node.args[0]), kMostNested);
+        if (affine[0].empty() || affine[1] == "0") break;
+        return {"", {}, number(affine[1] == "-" ? -1.f : 1.f), named(fmt::format("float({})", affine[0]))};
+      }
+      case add: return added(arg(0), arg(1));
+      case subtract: return added(arg(0), scaled(arg(1), number(-1.f)));
+      case negate: return scaled(arg(0), number(-1.f));
+      case multiply:
+        if (is_of_row(arg(1))) return scaled(arg(0), arg(1).rest);
+        if (is_of_row(arg(0))) return scaled(arg(1), arg(0).rest);
+        break;
+      case divide:
+        if (!is_of_row(arg(1))) {
+          write(n, fmt::format("{}short_quotient({}, {})", kCalled, value(size_t(node.args[0])), value(size_t(node.args[1]))));
+          return sums_[n];
+        }
+        return scaled(arg(0), arg(1).rest.text.empty() ? number(1.f / arg(1).rest.value)
+                                                       : named(fmt::format("{}short_quotient(1.f, {})", kCalled, arg(1).rest.text)));
+      case exp: return of_units(n, "exp_of_units", "kExpUnit");
+      case sigmoid: return of_units(n, "sigmoid_of_units", "kSigmoidUnit");
+      case tanh: return of_units(n, "tanh_of_units", "kTanhUnit");
+      case log: write(n, fmt::format("{}short_log({})", kCalled, value(size_t(node.args[0])))); return sums_[n];
+      default: break;
+    }
+    write(n, value_text_of(n));
+    return sums_[n];
+  }
+
+  // Of an int that is the key's number, or its negative, plus what does not depend on the key: that of the row's first key, and "+" or "-"
+  // ("0": the key is not in it). Nothing where it may be as large as ints are: its parts are positions, lengths and small constants.
+  static constexpr int kMostNested = 5;
+  std::array<std::string, 2> affine_in_key(size_t n, int nested) const {
+    constexpr int kMost = 1 << 24;
+    if (nested == 0) return {};
+    const ExpressionNode& node = nodes_[n];
+    const auto arg = [&](int i) { return affine_in_key(size_t(node.args[size_t(i)]), nested - 1); };
+    switch (node.op) {
+      case variable:
+        return {ExpressionVariable(node.value) == ExpressionVariable::kv ? "in.first_kv"
+                                                                         : fmt::format("in.{}", to_string(ExpressionVariable(node.value))),
+                ExpressionVariable(node.value) == ExpressionVariable::kv ? "+" : "0"};
+      case constant:
+        if (node.value < -kMost || node.value > kMost) return {};
+        return {fmt::format("{}", node.value), "0"};
+      case negate: {
+        const auto a = arg(0);
+        return a[0].empty() ? a : std::array<std::string, 2>{fmt::format("-({})", a[0]), negative(a[1])};
+      }
+      case add:
+      case subtract: {
+        const auto a = arg(0), b = arg(1);
+        const std::string sign = node.op == subtract ? negative(b[1]) : b[1];
+        if (a[0].empty() || b[0].empty() || (a[1] != "0" && sign != "0")) return {};
+        return {fmt::format("({} {} {})", a[0], node.op == add ? "+" : "-", b[0]), a[1] != "0" ? a[1] : sign};
+      }
+      default: return {};
+    }
+  }
+  static std::string negative(const std::string& sign) { return sign == "+" ? "-" : sign == "-" ? "+" : sign; }
+
+  const std::span<const ExpressionNode> nodes_;
+  const std::vector<bool> exact_;
+  std::vector<bool> varies_;
+  std::vector<Sum> sums_;       // of floats that decide nothing
+  std::vector<bool> written_;  // their values, and all others
+  std::string text_;
+  int rows_ = 0, sums_written_ = 0;
+};
+
+}  // namespace
+
+std::string row_text(const Expression& expression) { return RowText(expression).str(); }
+
+}  // namespace imbrex

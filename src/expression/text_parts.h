@@ -1,0 +1,22 @@
+#pragma once
+// What both forms of generated texts need: text_exact in cuda_text.cpp, a line for each operation, and row_text.cpp.
+#include <string>
+#include <vector>
+
+#include "imbrex/expression.h"
+
+namespace imbrex {
+
+constexpr std::string_view kCalled = "imbrex::operations::";
+
+// Which floats decide something: a comparison's operands, what becomes an int, and what these are made of. Sums and products of others may
+// be contracted by the compiler.
+std::vector<bool> deciding(std::span<const ExpressionNode>);
+std::string constant_text(const ExpressionNode&);
+// The value of node n, as a call with the values v0, v1 .. of its arguments.
+std::string value_text(std::span<const ExpressionNode>, size_t n, bool exact);
+// The body of a function of an ExpressionInputs `in`, in which numbers that are affine in the key and the score are kept as what they are
+// made of, so that what all keys of a row share is computed once a row.
+std::string row_text(const Expression&);
+
+}  // namespace imbrex
