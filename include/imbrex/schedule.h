@@ -1,5 +1,6 @@
 #pragma once
 // schedule(): the one pure function that cuts a batch into work items. CPU threads and CUDA thread blocks consume the same list.
+#include <functional>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -82,8 +83,10 @@ struct Schedule {
 // kv head. `out` keeps its capacity, so that a warm call allocates nothing.
 void schedule(const Batch&, const Mask&, const SchedulePolicy&, Schedule& out);
 // schedule() in two steps, for a list that is written where a kernel reads it: cut() does not touch `work`, and write_work() writes
-// num_work items, longest first.
-void cut(const Batch&, const Mask&, const SchedulePolicy&, Schedule& out);
+// num_work items, longest first. `seen`, where there is one: of an item of a request, by its first query, the keys that any of its queries
+// sees besides what the mask says, from the beginning of a tile; an item has no others.
+using SeenKeys = std::function<KeyStretch(int request, int first_query)>;
+void cut(const Batch&, const Mask&, const SchedulePolicy&, Schedule& out, const SeenKeys& seen = {});
 void write_work(const Schedule&, WorkItem* to);
 
 // The largest list that a policy makes of any batch within the limits.

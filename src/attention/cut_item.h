@@ -110,10 +110,14 @@ inline long piece_keys(const CutRules& rules, int q_len, KeyRange keys, int piec
 
 // Makes the item of query tokens [t0, tile_end()) of a request whose queries begin at token q_start of the batch. whole.partial and
 // whole.merge are -1: where there are several pieces, the code that assigns partial rows sets them.
-inline void cut_item(const CutRules& rules, int request, int q_start, int q_len, int seq_len, int t0, PositionRange queries,
+//
+// `seen`: keys of which it has no others, from the beginning of a tile.
+inline void cut_item(const CutRules& rules, int request, int q_start, int q_len, int seq_len, int t0, PositionRange queries, KeyRange seen,
                      CutItem& item) {
   const int t1 = tile_end(rules, q_len, t0);
-  const KeyRange keys = item_keys(rules, queries, seq_len);
+  const KeyRange visible = item_keys(rules, queries, seq_len);
+  const int first_key = int(larger(visible.begin, seen.begin)), end_key = int(smaller(visible.end, seen.end));
+  const KeyRange keys{end_key > first_key ? first_key : 0, end_key > first_key ? end_key : 0};
   const int begin = keys.begin, end = keys.end;
   // Even pieces begin with the item. Pieces of a fixed length begin at multiples of it, so that a growing context does not move them.
   const int origin = rules.max_splits > 0 ? begin : 0;

@@ -78,7 +78,7 @@ CutRules cut_rules(const Mask& mask, const SchedulePolicy& policy) {
           .chunk_before = lookback_tokens(mask)};
 }
 
-void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Schedule& out) {
+void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Schedule& out, const SeenKeys& seen) {
   check(policy.tile_q > 0 && policy.tile_kv > 0 && policy.tile_q <= kMaxTile && policy.tile_kv <= kMaxTile, "schedule.tile",
         "tiles must be 1 to {}, got {} x {}", kMaxTile, policy.tile_q, policy.tile_kv);
   check(policy.split_kv > 0 && policy.split_kv % policy.tile_kv == 0, "schedule.split_kv",
@@ -98,7 +98,8 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
     for (int t0 = last_tile(rules, q_len); t0 >= 0; t0 -= policy.tile_q) {
       CutItem& item = out.items.emplace_back();
       const PositionRange queries = positions_of(batch, mask, r, t0, tile_end(rules, q_len, t0));
-      cut_item(rules, r, batch.query_start_loc[r], q_len, batch.seq_lens[r], t0, queries, item);
+      const KeyStretch of_tile = seen ? seen(r, t0) : KeyStretch{.begin = 0, .end = batch.seq_lens[r], .shown = 0};
+      cut_item(rules, r, batch.query_start_loc[r], q_len, batch.seq_lens[r], t0, queries, {of_tile.begin, of_tile.end}, item);
       add_item(load, item, q_len);
     }
   }

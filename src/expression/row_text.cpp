@@ -20,6 +20,7 @@ using enum ExpressionOp;
 struct Factor {
   std::string text;
   float value = 0.f;  // where there is no text
+  bool positive = false;
   bool is(float x) const { return text.empty() && value == x; }
   std::string str() const { return text.empty() ? fmt::format("{}as_float(0x{:08x}u)", kCalled, std::bit_cast<uint32_t>(value)) : text; }
 };
@@ -29,6 +30,8 @@ struct Sum {
   std::string base;
   Factor number, step, rest;
 };
+
+constexpr std::string_view kScore = "in.score";
 
 class RowText {
  public:
@@ -40,6 +43,13 @@ class RowText {
     const size_t last = nodes_.size() - 1;
     value(last);
     return text_ + fmt::format("  return v{};\n", last);
+  }
+  // What an AffineScore has; nothing where the value is no such sum.
+  std::string affine() {
+    for (size_t n = 0; n < nodes_.size(); ++n) take(n);
+    const Sum& last = sums_.back();
+    if (written_.back() || last.base != kScore || !last.number.positive) return {};
+    return text_ + fmt::format("  return {{{}, {}, {}}};\n", last.number.str(), last.step.str(), last.rest.str());
   }
 
  private:
@@ -109,7 +119,10 @@ class RowText {
     if (a.is(1.f)) return b;
     if (b.is(1.f)) return a;
     if (a.text.empty() && b.text.empty()) return {"", a.value * b.value};
-    return named(fmt::format("{} * {}", a.str(), b.str()));
+    const auto is_positive = [](const Factor& f) { return f.positive || (f.text.empty() && f.value > 0.f); };
+    Factor product = named(fmt::format("{} * {}", a.str(), b.str()));
+    product.positive = is_positive(a) && is_positive(b);
+    return product;
   }
   Factor plus(const Factor& a, const Factor& b) {
     if (a.is(0.f)) return b;
@@ -147,7 +160,7 @@ class RowText {
     switch (node.op) {
       case variable:
         if (ExpressionVariable(node.value) != ExpressionVariable::score) break;
-        return {"in.score", {"in.scale"}, {}, {}};
+        return {std::string(kScore), {"in.scale", 0.f, true}, {}, {}};
       case to_real: {
         const std::array<std::string, 2> affine = affine_in_key(size_t(node.args[0]), kMostNested);
         if (affine[0].empty() || affine[1] == "0") break;
@@ -221,5 +234,11 @@ class RowText {
 }  // namespace
 
 std::string row_text(const Expression& expression) { return RowText(expression).str(); }
+
+std::string affine_text(const Expression& expression, std::string_view name) {
+  const std::string body = expression.type() == ExpressionType::real ? RowText(expression).affine() : "";
+  if (body.empty()) return {};
+  return fmt::format("inline imbrex::operations::AffineScore {}([[maybe_unused]] const imbrex::ExpressionInputs& in) {{\n{}}}\n", name, body);
+}
 
 }  // namespace imbrex

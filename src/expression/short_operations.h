@@ -31,6 +31,11 @@ inline float magnitude(float a) { return abs(a); }
 inline float with_sign_of(float a, float sign) { return __builtin_copysignf(a, sign); }
 #endif
 
+// A score in a row of keys: `number` times the product of query and key, above 0, `step` times the key's number, and the rest.
+struct AffineScore {
+  float number, step, rest;
+};
+
 inline float exp_of_units(float a) { return power_of_two(a); }
 inline float sigmoid_of_units(float a) { return short_quotient(1.f, 1.f + power_of_two(a)); }
 // tanh(a / kTanhUnit), NaN of NaN. e = 2^-|a| is at most 1. Reciprocals come from the unit for exponentials, which takes eight times as long

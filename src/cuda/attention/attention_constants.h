@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "attention/kv_codec.h"
+#include "cuda/attention/expressions.h"
 #include "cuda/driver/jit.h"
 #include "imbrex/spec.h"
 
@@ -44,6 +45,7 @@ inline std::vector<Constant> attention_constants(const AttentionSpec& spec, DTyp
                                   {"kSinks", score.sinks},
                                   {"kScoreMod", !spec.score_mod.empty()},
                                   {"kMaskMod", !spec.mask_mod.empty()},
+                                  {"kScoreAffine", is_affine_score(spec)},
                                   {"kWholeItems", whole_items},
                                   {"kShares", false},
                                   {"kValuesInKeys", codec_of(spec).values_in_keys},

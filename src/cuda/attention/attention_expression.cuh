@@ -1,6 +1,7 @@
 #pragma once
 // The user's expressions in a kernel: score_mod() makes a logit another one, mask_mod() says whether a query sees a key. Their text follows
-// the kernel's constants (expression_functions() in cuda/attention/expressions.h), and is there if kScoreMod and kMaskMod say so.
+// the kernel's constants (expression_functions() in cuda/attention/expressions.h), and is there if kScoreMod and kMaskMod say so. Where kScoreAffine does,
+// affine_score() says what score_mod() does to all keys of a row.
 #include "attention_item.cuh"
 #include "expression/operations.h"
 #include "expression/short_operations.h"
@@ -9,6 +10,7 @@ namespace imbrex::cuda {
 
 float score_mod(const ExpressionInputs&);
 bool mask_mod(const ExpressionInputs&);
+operations::AffineScore affine_score(const ExpressionInputs&);
 
 // What an expression is given of a row, and then of one of its keys. A row behind the last one has any values.
 DEVICE ExpressionInputs expression_inputs(const AttentionParams& p, const Item& item, int row, const ExpressionTensorData* tensors) {

@@ -24,6 +24,7 @@ struct Rows {         // what a thread knows of its two rows
   RowTerms terms[2];  // slopes in units of the row's factor
   KeyRange seen[2];
   int position[2];
+  operations::AffineScore affine[2];  // kScoreAffine: of the tile
 };
 
 // Sets the visible keys of rows `row` and `row` + 8 of the item, or of its last row where it has fewer.
@@ -96,13 +97,19 @@ DEVICE void modify(const Rows& rows, Scores& s) {
   });
 }
 
-// Scores become what the user's score_mod makes of logits.
-DEVICE void modify_by_expression(const AttentionParams& p, const Item& item, int row, int begin, const Rows& rows, Scores& s) {
+// Scores become what the user's score_mod makes of logits, but for what weigh() does to all that a thread has of a row.
+DEVICE void modify_by_expression(const AttentionParams& p, const Item& item, int row, int begin, Rows& rows, Scores& s) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const ExpressionInputs in = expression_inputs(p, item, row + 8 * h, p.score_tensors);
     const int first = begin + first_column();
     const float scale = rows.terms[h].scale;
+    if constexpr (kScoreAffine) {
+      rows.affine[h] = affine_score(of_logit(in, first, 0, 0.f, scale));
+      const float step = rows.affine[h].step * reciprocal_approx(rows.affine[h].number);
+      each_of_row(s, h, [=](float& x, int key) { x = fmaf(step, float(key), x); });
+      continue;
+    }
     each_of_row(s, h, [=](float& x, int key) { x = score_mod(of_logit(in, first, key, x, scale)); });
   }
 }
@@ -115,14 +122,16 @@ DEVICE bool weigh(const AttentionParams& p, int begin, const Rows& rows, Scores&
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float top = greatest(s, h);
-    const float scale = kScoreMod ? kLog2e : factor_of(p, rows.terms[h]);
-    float first = 0.f;  // what ALiBi adds to all
+    const float scale = kScoreAffine ? rows.affine[h].number * kLog2e : kScoreMod ? kLog2e : factor_of(p, rows.terms[h]);
+    constexpr bool kShifted = kAlibi || kScoreAffine;
+    float first = 0.f;  // what ALiBi, or what score_mod, adds to all
+    if constexpr (kScoreAffine) first = rows.affine[h].rest * kLog2e;
     if constexpr (kAlibi) first = scale * rows.terms[h].slope * float(begin + first_column() - rows.position[h]);
-    top = kAlibi ? max_over<4>(fmaf(top, scale, first)) : max_over<4>(top) * scale;
+    top = kShifted ? max_over<4>(fmaf(top, scale, first)) : max_over<4>(top) * scale;
     const bool moves = move_reference(reference[h], top, slack, fresh, factor[h]);
     moved = moved || moves;
     sum[h] *= factor[h];
-    const float added = kAlibi ? first - reference[h] : -reference[h];
+    const float added = kShifted ? first - reference[h] : -reference[h];
     float part[2] = {0.f, 0.f};
     each_of_row(s, h, [=, &part](float& x, int key) {
       x = exp2_approx(fmaf(x, scale, added));

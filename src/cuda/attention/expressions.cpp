@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "core/check.h"
+#include "expression/text_parts.h"
 
 namespace imbrex::cuda {
 namespace {
@@ -57,11 +58,16 @@ bool loads_for_each_key(const Expression& expression) {
   return false;
 }
 
+bool is_affine_score(const AttentionSpec& spec) {
+  return !spec.score_mod.empty() && spec.q_dtype != DType::f32 && !affine_text(spec.score_mod, "affine_score").empty();
+}
+
 std::string expression_functions(const AttentionSpec& spec) {
   if (!has_expressions(spec)) return {};
   std::string text = "#include \"expression/operations.h\"\n#include \"expression/short_operations.h\"\nnamespace imbrex::cuda {\n";
   const ExpressionFloats floats = spec.q_dtype == DType::f32 ? ExpressionFloats::exact : ExpressionFloats::approximate;
   if (!spec.score_mod.empty()) text += cuda_text(spec.score_mod, "score_mod", floats);
+  if (is_affine_score(spec)) text += affine_text(spec.score_mod, "affine_score");
   if (!spec.mask_mod.empty()) text += cuda_text(spec.mask_mod, "mask_mod");
   return text + "}  // namespace imbrex::cuda\n";
 }

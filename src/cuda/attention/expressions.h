@@ -15,6 +15,9 @@ inline bool has_expressions(const AttentionSpec& spec) { return !spec.score_mod.
 // Whether some element of a tensor is another one for another key.
 bool loads_for_each_key(const Expression&);
 
+// Whether a layer's score_mod is an operations::AffineScore, which kernels compute once for a row and tile.
+bool is_affine_score(const AttentionSpec&);
+
 // KernelKey::functions of kernels that include attention_expression.cuh; empty for a spec without expressions.
 std::string expression_functions(const AttentionSpec&);
 

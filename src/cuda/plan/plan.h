@@ -122,7 +122,7 @@ class Plan final : public StepPlan {
   BatchArrays place(const Batch&, bool captured) const;
   void check_captured_cache(const BatchReach&) const;
   void share(const Batch&, Step&, int& rows);
-  void leave_out_hidden(const Batch&, Step&);
+  void cut_seen(const Batch&, const RegimePlan&, const SchedulePolicy&, Schedule&) const;
   void put_lists(const Batch&, const Step&);
   void put_trees(const Batch&);
   void put_key_starts(const Batch&, const Step&);

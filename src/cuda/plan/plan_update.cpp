@@ -84,6 +84,10 @@ void Plan::prepare(const Batch& batch, Stream stream) {
         batch.num_tokens());
   Step& next = steps_.spare();
   next.arrays = place(batch, false);
+  if (!spec_.mask_mod.empty()) {
+    const int64_t bytes = mask_tensor_bytes(spec_, batch.mask_tensors), room = int64_t(arrays_.mask_elements.capacity);
+    check(bytes <= room, "update.mask_tensors", "expected tensors of mask_mod with {} bytes at most, got {}", room, bytes);
+  }
   const TensorView& starts = spec_.block_size == 0 ? batch.kv_start_loc : batch.kv_indptr;
   next.key_starts = !starts.empty() && !on_host(starts) ? starts : TensorView{};
   if (next.key_starts.empty()) find_keys(batch, next.keys);
@@ -92,11 +96,14 @@ void Plan::prepare(const Batch& batch, Stream stream) {
     Schedule& schedule = next.schedules[regime];
     SchedulePolicy policy = regimes_[regime].policy;
     policy.first_partial = rows;
-    cut(batch, spec_.mask, policy, schedule);
+    if (!spec_.mask_mod.empty() && regimes_[regime].kernel.mask_teams == 0) {
+      cut_seen(batch, regimes_[regime], policy, schedule);
+    } else {
+      cut(batch, spec_.mask, policy, schedule);
+    }
     rows += schedule.num_partial_rows;
   }
   share(batch, next, rows);
-  leave_out_hidden(batch, next);
   for (const Regime regime : kRegimes) {
     const RegimePlan& s = regimes_[regime];
     const Schedule& schedule = next.schedules[regime];
@@ -132,20 +139,16 @@ void Plan::share(const Batch& batch, Step& next, int& rows) {
   share_keys(batch, next.keys, share, list, share_scratch_);
 }
 
-// Gives items the stretches of keys that mask_mod shows, as far as there is room for them.
-void Plan::leave_out_hidden(const Batch& batch, Step& next) {
-  if (spec_.mask_mod.empty()) return;
-  const int64_t bytes = mask_tensor_bytes(spec_, batch.mask_tensors), room = int64_t(arrays_.mask_elements.capacity);
-  check(bytes <= room, "update.mask_tensors", "expected tensors of mask_mod with {} bytes at most, got {}", room, bytes);
-  const BoundExpression mask(spec_.mask_mod, batch.mask_tensors);
-  for (const Regime regime : kRegimes) {
-    const RegimePlan& s = regimes_[regime];
-    Schedule& list = next.schedules[regime];
-    if (list.num_work == 0 || s.kernel.mask_teams > 0) continue;  // prefill with wgmma finds hidden tiles by the mask's bits
-    list.work.resize(size_t(list.num_work));
-    write_work(list, list.work.data());
-    find_mask_mod_stretches(mask, spec_, batch, s.policy.tile_q, s.policy.tile_kv, s.stretches.capacity, list);
-  }
+// Cuts the keys that mask_mod shows, and gives items their stretches of these as far as there is room. (Prefill with wgmma finds hidden
+// tiles by the mask's bits.)
+void Plan::cut_seen(const Batch& batch, const RegimePlan& s, const SchedulePolicy& policy, Schedule& list) const {
+  const MaskModTiles tiles(BoundExpression(spec_.mask_mod, batch.mask_tensors), spec_, batch, policy.tile_q, policy.tile_kv,
+                           std::max(policy.min_q, 1), policy.max_q);
+  cut(batch, spec_.mask, policy, list, [&](int request, int query) { return tiles.seen(request, query); });
+  if (list.num_work == 0) return;
+  list.work.resize(size_t(list.num_work));
+  write_work(list, list.work.data());
+  tiles.give_stretches(s.stretches.capacity, list);
 }
 
 // Checks what run() and write_kv() check outside of graphs: a graph reads the cache of its capture.
