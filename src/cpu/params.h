@@ -44,11 +44,13 @@ struct TreeTail {
   long key_positions;  // and the positions of the keys, in tree_positions
 };
 
-// Some neighbouring logits of a query, for a score_mod.
+// Logits of a query for a score_mod: those of keys from `begin` to `end`, in groups of 16 that are `pitch` floats apart, and times `scale`.
 struct ScorePlace {
   int request, head, position;  // of the query among the request's keys
   int q_len, kv_len;            // of the request
-  int begin, end;               // keys
+  int begin, end;
+  long pitch;
+  float scale;
 };
 
 struct AttentionParams {
@@ -91,7 +93,7 @@ struct AttentionParams {
   bool alibi_sqrt;
   const float* bias_by_distance;  // [num_q_heads, 2 * bias_reach + 1], natural log units; distance j - p is clamped to +-bias_reach
   int bias_reach;
-  // Puts what a score_mod makes of logits, in natural units, in their place. Null: there is none.
+  // Puts what a score_mod makes of logits, in natural units once they are scaled, in their place. Null: there is none.
   void (*modify_scores)(const void* score_mod, const ScorePlace&, float* scores);
   const void* score_mod;
 

@@ -62,7 +62,7 @@ BoundExpression::BoundExpression(Expression expression, std::span<const NamedTen
       if (index.low < 0 || index.high >= data.sizes[i]) parts->checked[n] = true;
     }
   }
-  parts->plan_rows();
+  parts->rows = plan_rows(nodes);
   parts_ = std::move(parts);
 }
 

@@ -126,12 +126,15 @@ inline bool plain_logits(const AttentionParams& a) {
   return a.soft_cap == 0.f && !a.alibi_slopes && !a.bias_by_distance && !a.modify_scores;
 }
 
-// What the score_mod makes of a row's logits in natural units, s[0] that of key `kb`: of those keys of the block that the row may see.
-inline void modify_scores(const AttentionParams& a, const Row& row, int kb, float* s) {
-  const int begin = clamp_int(row.lo, kb, kb + kBlockKeys), end = clamp_int(row.hi, begin, kb + kBlockKeys);
-  if (begin == end) return;
+// What the score_mod makes of a row's logits, which become natural units once they are scaled; s[0] is that of key `kb`, and groups of 16
+// are `pitch` floats apart. Of a half of the block in which the row sees no key, nothing.
+inline void modify_scores(const AttentionParams& a, const Row& row, int kb, float* s, long pitch, float scale) {
+  constexpr int half = kBlockKeys / 2;
+  if (row.lo >= row.hi || row.lo >= kb + kBlockKeys || row.hi <= kb) return;
+  const int begin = row.lo >= kb + half ? kb + half : kb, end = row.hi <= kb + half ? kb + half : kb + kBlockKeys;
   const int q_len = a.query_start[row.request + 1] - a.query_start[row.request];
-  a.modify_scores(a.score_mod, {row.request, row.head, row.position, q_len, a.seq_lens[row.request], begin, end}, s + (begin - kb));
+  a.modify_scores(a.score_mod, {row.request, row.head, row.position, q_len, a.seq_lens[row.request], begin, end, pitch, scale},
+                  s + (begin - kb) / 16 * pitch);
 }
 
 // Keys that at least one row of the item sees: nothing else of the cache may be read, or multiplied even by zero (it may hold NaN).
