@@ -68,6 +68,8 @@ struct RowKeys {
 
 struct BoundExpression::Parts {
   Expression expression;
+  std::span<const ExpressionNode> nodes;  // of the expression
+  ExpressionType type = {};               // of its value
   ExpressionRanges ranges;
   std::vector<ExpressionTensorData> tensors;
   std::vector<TensorExtremes> extremes;

@@ -1,7 +1,6 @@
 // Expressions along rows of keys: step by step (bound_parts.h) on a few keys at a time, whose values stay in vector registers from a step to
 // the next one where that can be.
 #include <algorithm>
-#include <cstring>
 
 #include "core/check.h"
 #include "expression/bound_parts.h"
@@ -17,8 +16,8 @@ constexpr int kMostLanes = Expression::kMaxNodes * (kRowChunk + kRowGroup) + kRo
 // a part of them. Bits are the same, since nothing is contracted.
 #if defined(__x86_64__) && !defined(__AVX512F__) && !defined(__clang__)  // clang has no such width for a function
 #define IMBREX_ROWS_OF_8_AND_16 1
-#define IMBREX_ROWS_OF_8 gnu::flatten, gnu::target("avx2,prefer-vector-width=256")
-#define IMBREX_ROWS_OF_16 gnu::flatten, gnu::target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#define IMBREX_ROWS_OF_8 gnu::flatten, gnu::target("avx2,fma,prefer-vector-width=256")
+#define IMBREX_ROWS_OF_16 gnu::flatten, gnu::target("fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 #endif
 #if defined(__AVX512F__)
 constexpr int kUsualLanes = 16;
@@ -35,7 +34,7 @@ int lanes_of_this_cpu() {
   static const int lanes = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                                    __builtin_cpu_supports("avx512vl")
                                ? 16
-                           : __builtin_cpu_supports("avx2") ? 8
+                           : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 8
                                                             : kUsualLanes;
   return lanes;
 #else
@@ -194,7 +193,7 @@ IMBREX_IN_ROW void run_steps(const Row<Parts>& row, int begin, const float* scor
         break;
       case RowStep::load: all([&](int t, Vector& v) IMBREX_INLINE { load<kLanes>(v, lanes_of(step.in[0], t)); }); break;
       case RowStep::element: {
-        const ExpressionNode& node = parts.expression.nodes()[size_t(step.node)];
+        const ExpressionNode& node = parts.nodes[size_t(step.node)];
         const ExpressionTensorData& tensor = parts.tensors[size_t(node.value)];
         const int32_t* elements = row.lanes + step.store;
         if (step.along >= 0) {
@@ -281,7 +280,7 @@ void run_usual(const Row<Parts>& row, int begin, const float* scores, float* to_
 }
 
 template <class Parts>
-void run_keys(const Row<Parts>& row) {
+IMBREX_IN_ROW void run_keys(const Row<Parts>& row) {
   using Run = void (*)(const Row<Parts>&, int, const float*, float*, uint8_t*);
   Run run = run_usual<Parts>, run_rest = run;  // run_rest: half as many keys
   int width = kUsualKeys;
@@ -320,8 +319,8 @@ void run_keys(const Row<Parts>& row) {
 
 // `lanes`: RowPlan::num_lanes of them; `fixed`: as many as there are nodes.
 template <class Parts>
-void run_row_in(const Parts& parts, const ExpressionVariables& at, const RowKeys& keys, int32_t* lanes, ExpressionBits* fixed) {
-  const std::span<const ExpressionNode> nodes = parts.expression.nodes();
+IMBREX_IN_ROW void run_row_in(const Parts& parts, const ExpressionVariables& at, const RowKeys& keys, int32_t* lanes, ExpressionBits* fixed) {
+  const std::span<const ExpressionNode> nodes = parts.nodes;
   for (const int n : parts.rows.fixed_nodes) {
     const ExpressionNode& node = nodes[size_t(n)];
     fixed[n] = node.op == ExpressionOp::constant   ? ExpressionBits{node.value}
@@ -349,7 +348,7 @@ bool BoundExpression::Parts::holds(const ExpressionVariables& at, int kv_begin, 
 
 void BoundExpression::Parts::run_row(const ExpressionVariables& at, const RowKeys& keys) const {
   if (keys.begin >= keys.end) return;
-  if (rows.num_lanes <= kFewLanes && expression.nodes().size() <= kFewNodes) {
+  if (rows.num_lanes <= kFewLanes && nodes.size() <= kFewNodes) {
     alignas(64) int32_t lanes[kFewLanes];
     ExpressionBits fixed[kFewNodes];
     run_row_in(*this, at, keys, lanes, fixed);
@@ -365,15 +364,13 @@ void BoundExpression::score_row(const ExpressionVariables& at, int kv_begin, int
 }
 
 void BoundExpression::score_groups(const ExpressionVariables& at, int kv_begin, int kv_end, float* scores, int64_t pitch, float scale) const {
-  check(parts_->expression.type() == ExpressionType::real, "expression.type", "a score is a float expression, got {}",
-        to_string(parts_->expression.type()));
+  if (parts_->type != ExpressionType::real) fail("expression.type", "a score is a float expression, got {}", to_string(parts_->type));
   parts_->run_row(
       at, {.begin = kv_begin, .end = kv_end, .scores = scores, .to_scores = scores, .to_bytes = nullptr, .pitch = pitch, .scale = scale});
 }
 
 void BoundExpression::mask_row(const ExpressionVariables& at, int kv_begin, int kv_end, uint8_t* shown, const float* scores) const {
-  check(parts_->expression.type() == ExpressionType::boolean, "expression.type", "a mask is a bool expression, got {}",
-        to_string(parts_->expression.type()));
+  if (parts_->type != ExpressionType::boolean) fail("expression.type", "a mask is a bool expression, got {}", to_string(parts_->type));
   parts_->run_row(at, {.begin = kv_begin, .end = kv_end, .scores = scores, .to_scores = nullptr, .to_bytes = shown});
 }
 
