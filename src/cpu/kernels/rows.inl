@@ -13,7 +13,8 @@ struct Row {
   int request, token, head;     // of the batch; q head
   int entry;                    // number of the token in the item
   int position;                 // of the query among the request's keys
-  int lo, hi;                   // visible keys, custom mask aside
+  int lo, hi;                   // visible keys, a mask of bytes aside; in a stretch, of that
+  Visible visible;              // and of the item, a mask_mod aside
   float scale;                  // of q.k, everything folded in but log2(e)
   float slope;                  // ALiBi, natural log units
   const float* bias;            // by distance, centred, or null
@@ -52,6 +53,7 @@ inline void fill_rows(const AttentionParams& a, const WorkItem& item, int kv_hea
               .position = position,
               .lo = visible.lo,
               .hi = visible.hi,
+              .visible = visible,
               .scale = of_head.scale,
               .slope = of_head.slope,
               .bias = of_head.bias,
@@ -106,13 +108,16 @@ class KeyBlocks {
 
 // Prepares rows for the stretch of keys that begins with the block: `shown` ones are hidden from none of them by a mask of bytes.
 inline void show(const AttentionParams& a, const WorkItem& item, Row* rows, int num_rows, const KeyBlocks& block) {
-  const long bytes = a.stretch_bytes && block.stretch() ? a.stretch_bytes[block.stretch() - a.stretches] : -1;
-  const long width = bytes < 0 ? 0 : (block.end() - block.key() + kBlockKeys - 1l) / kBlockKeys * kBlockKeys;
+  const bool modified = a.stretch_rows && block.stretch();
+  const long first = modified ? a.stretch_rows[block.stretch() - a.stretches] : -1;
   for (int i = 0; i < num_rows; ++i) {
     Row& row = rows[i];
-    if (bytes >= 0) {
+    if (modified) row.lo = row.visible.lo, row.hi = row.visible.hi;
+    if (first >= 0) {
       const long of_head = a.mask_heads > 1 ? row.head * long(item.q_end - item.q_begin) : 0;
-      row.bytes = a.mask_bytes + bytes + (of_head + row.entry) * width;
+      const MaskRow& seen = a.mask_rows[first + of_head + row.entry];
+      row.lo = seen.begin > row.lo ? seen.begin : row.lo, row.hi = seen.end < row.hi ? seen.end : row.hi;
+      row.bytes = seen.bytes < 0 ? nullptr : a.mask_bytes + seen.bytes;
       row.first_byte = block.key();
     }
     row.custom = block.shown() || block.key() < row.first_byte ? nullptr : row.bytes;
