@@ -17,7 +17,11 @@ bool is_long(const ExpressionNode& node, ExpressionType type) {
 class RowPlanner {
  public:
   explicit RowPlanner(std::span<const ExpressionNode> nodes)
-      : nodes_(nodes), varies_(nodes.size()), is_in_lanes_(nodes.size()), last_use_(nodes.size(), -1), lanes_(nodes.size(), -1),
+      : nodes_(nodes),
+        varies_(nodes.size()),
+        is_in_lanes_(nodes.size()),
+        last_use_(nodes.size(), -1),
+        lanes_(nodes.size(), -1),
         group_(nodes.size(), -1) {
     for (int n = 0; n < int(nodes.size()); ++n) {
       const ExpressionNode& node = nodes[size_t(n)];
@@ -54,8 +58,7 @@ class RowPlanner {
   // `before`: the node whose value is in registers. Where none of its arguments is, the one in registers has to be loaded first.
   Form form_of(int n, int before) const {
     const ExpressionNode& node = nodes_[size_t(n)];
-    if (node.op == ExpressionOp::variable)
-      return {node.value == int(ExpressionVariable::kv) ? RowStep::positions : RowStep::scores};
+    if (node.op == ExpressionOp::variable) return {node.value == int(ExpressionVariable::kv) ? RowStep::positions : RowStep::scores};
     if (node.op == ExpressionOp::tensor) return {RowStep::element};
     if (is_long(node, operand_type(nodes_, node))) return {RowStep::in_loop};
     if (node.args[2] >= 0) return {RowStep::on_lanes};

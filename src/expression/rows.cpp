@@ -1,5 +1,5 @@
-// Expressions along rows of keys: step by step (bound_parts.h) on a few keys at a time, whose values stay in vector registers from a step to
-// the next one where that can be.
+// Expressions along rows of keys: step by step (bound_parts.h) on a few keys at a time, whose values stay in vector registers from a step
+// to the next one where that can be.
 #include <algorithm>
 
 #include "core/check.h"
@@ -29,18 +29,14 @@ constexpr int kUsualLanes = 4;
 #define IMBREX_INLINE __attribute__((always_inline))
 #define IMBREX_IN_ROW [[gnu::always_inline]] inline
 
-int lanes_of_this_cpu() {
 #ifdef IMBREX_ROWS_OF_8_AND_16
-  static const int lanes = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                                   __builtin_cpu_supports("avx512vl")
-                               ? 16
-                           : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 8
-                                                            : kUsualLanes;
-  return lanes;
-#else
-  return kUsualLanes;
-#endif
+int lanes_of_this_cpu() {
+  static const bool has_16 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  static const bool has_8 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return has_16 ? 16 : has_8 ? 8 : kUsualLanes;
 }
+#endif
 
 alignas(64) constexpr int32_t kNumbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
@@ -67,7 +63,8 @@ struct RowOf<R (F::*)(T...) const> {
   static constexpr int kArguments = sizeof...(T);
 
   template <size_t... kPlaces>
-  IMBREX_IN_ROW static void loop(const F& f, int count, int32_t* __restrict out, const int32_t* const* in, std::index_sequence<kPlaces...>) {
+  IMBREX_IN_ROW static void loop(const F& f, int count, int32_t* __restrict out, const int32_t* const* in,
+                                 std::index_sequence<kPlaces...>) {
 #pragma GCC unroll 1  // so that the whole loop becomes vectors
     for (int i = 0; i < count; ++i) out[i] = ExpressionBits::of(f(value_as<T>(ExpressionBits{in[kPlaces][i]})...)).bits;
   }
@@ -269,14 +266,14 @@ template <class Parts>
   run_steps<16, 4>(row, begin, scores, to_scores, to_bytes);
 }
 template <class Parts>
-[[IMBREX_ROWS_OF_8]] void run_32(const Row<Parts>& row, int begin, const float* scores, float* to_scores, uint8_t* to_bytes) {
-  run_steps<8, 4>(row, begin, scores, to_scores, to_bytes);
+[[IMBREX_ROWS_OF_8]] void run_8_times_8(const Row<Parts>& row, int begin, const float* scores, float* to_scores, uint8_t* to_bytes) {
+  run_steps<8, 8>(row, begin, scores, to_scores, to_bytes);
 }
 #endif
-constexpr int kUsualKeys = kUsualLanes * 4;
+constexpr int kUsualKeys = kUsualLanes * 8;
 template <class Parts>
 void run_usual(const Row<Parts>& row, int begin, const float* scores, float* to_scores, uint8_t* to_bytes) {
-  run_steps<kUsualLanes, 4>(row, begin, scores, to_scores, to_bytes);
+  run_steps<kUsualLanes, 8>(row, begin, scores, to_scores, to_bytes);
 }
 
 template <class Parts>
@@ -289,7 +286,7 @@ IMBREX_IN_ROW void run_keys(const Row<Parts>& row) {
   if (const int lanes = lanes_of_this_cpu(); lanes == 16) {
     run = run_128<Parts>, run_rest = run_64<Parts>, width = 128, halves = true;
   } else if (lanes == 8) {
-    run = run_rest = run_32<Parts>, width = 32;
+    run = run_rest = run_8_times_8<Parts>, width = 64;
   }
 #endif
   const RowKeys& keys = row.keys;
@@ -319,7 +316,8 @@ IMBREX_IN_ROW void run_keys(const Row<Parts>& row) {
 
 // `lanes`: RowPlan::num_lanes of them; `fixed`: as many as there are nodes.
 template <class Parts>
-IMBREX_IN_ROW void run_row_in(const Parts& parts, const ExpressionVariables& at, const RowKeys& keys, int32_t* lanes, ExpressionBits* fixed) {
+IMBREX_IN_ROW void run_row_in(const Parts& parts, const ExpressionVariables& at, const RowKeys& keys, int32_t* lanes,
+                              ExpressionBits* fixed) {
   const std::span<const ExpressionNode> nodes = parts.nodes;
   for (const int n : parts.rows.fixed_nodes) {
     const ExpressionNode& node = nodes[size_t(n)];
@@ -363,7 +361,8 @@ void BoundExpression::score_row(const ExpressionVariables& at, int kv_begin, int
   score_groups(at, kv_begin, kv_end, scores, kRowGroup, 1.f);
 }
 
-void BoundExpression::score_groups(const ExpressionVariables& at, int kv_begin, int kv_end, float* scores, int64_t pitch, float scale) const {
+void BoundExpression::score_groups(const ExpressionVariables& at, int kv_begin, int kv_end, float* scores, int64_t pitch,
+                                   float scale) const {
   if (parts_->type != ExpressionType::real) fail("expression.type", "a score is a float expression, got {}", to_string(parts_->type));
   parts_->run_row(
       at, {.begin = kv_begin, .end = kv_end, .scores = scores, .to_scores = scores, .to_bytes = nullptr, .pitch = pitch, .scale = scale});
