@@ -57,6 +57,9 @@ class BoundExpression {
   // place; Error expression.type where it is not float. mask_row() writes 1 where the key is seen and 0 where not; Error expression.type
   // where the expression is not bool. `scores` null: at.score for every key. Each value has the bits that evaluate() gives it.
   void score_row(const ExpressionVariables& at, int kv_begin, int kv_end, float* scores) const;
+  // score_row() for kernels: each 16 keys' scores are neighbours, `pitch` floats behind those of the 16 before, and multiplied by `scale`
+  // first. It is quickest for multiples of 64 keys.
+  void score_groups(const ExpressionVariables& at, int kv_begin, int kv_end, float* scores, int64_t pitch, float scale) const;
   void mask_row(const ExpressionVariables& at, int kv_begin, int kv_end, uint8_t* shown, const float* scores = nullptr) const;
 
   // Of a bool expression, by interval arithmetic: `never` and `always` hold for every place in the ranges and every score; `sometimes` may

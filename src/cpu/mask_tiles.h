@@ -1,6 +1,6 @@
 #pragma once
-// What CPU kernels read of a mask_mod: which stretches of keys the queries of an item see, and bytes for those that they see in part. It is
-// computed once a step, for all layers that share the plan.
+// What CPU kernels read of a mask_mod: which stretches of keys the queries of an item see, the keys that each query sees of those that are
+// seen in part, and bytes where these are not neighbours. It is computed once a step, for all layers that share the plan.
 #include <vector>
 
 #include "cpu/params.h"
@@ -18,8 +18,9 @@ class MaskTiles {
   void set(AttentionParams&) const;
 
  private:
-  void add_bytes(const BoundExpression&, const Batch&, const WorkItem&, const KeyStretch&);
+  void add_rows(const BoundExpression&, const Batch&, const WorkItem&, const KeyStretch&);
 
+  std::vector<MaskRow> rows_;
   std::vector<unsigned char> bytes_;
   std::vector<long> starts_;  // of the list's stretches; -1: seen by all
   int heads_ = 1;             // that have bytes of their own

@@ -44,11 +44,19 @@ struct TreeTail {
   long key_positions;  // and the positions of the keys, in tree_positions
 };
 
-// Some neighbouring logits of a query, for a score_mod.
+// What a query sees of a stretch of keys under a mask_mod: some of those from `begin` to `end`.
+struct MaskRow {
+  int begin, end;
+  long bytes;  // where its bytes begin in mask_bytes, one for each key of the stretch's blocks; -1: it sees all from `begin` to `end`
+};
+
+// Logits of a query for a score_mod: those of keys from `begin` to `end`, in groups of 16 that are `pitch` floats apart, and times `scale`.
 struct ScorePlace {
   int request, head, position;  // of the query among the request's keys
   int q_len, kv_len;            // of the request
-  int begin, end;               // keys
+  int begin, end;
+  long pitch;
+  float scale;
 };
 
 struct AttentionParams {
@@ -75,9 +83,10 @@ struct AttentionParams {
   const TreeTail* tree_tails;        // [num_reqs]; null: no queries are trees
   const unsigned char* tree_shown;
   const int* tree_positions;
-  // Of a mask_mod: where the bytes of each of `stretches` begin in mask_bytes; -1: it is seen by all. They are rows of whole blocks, of
-  // each query of the item; of each of mask_heads q heads one behind the other, 1 where heads are alike. Null: there is none.
-  const long* stretch_bytes;
+  // Of a mask_mod: where the rows of each of `stretches` begin in mask_rows; -1: it is seen by all. They are of the queries of the item; of
+  // each of mask_heads q heads one behind the other, 1 where heads are alike. Null: there is none.
+  const long* stretch_rows;
+  const MaskRow* mask_rows;
   const unsigned char* mask_bytes;
   int mask_heads;
 
@@ -91,7 +100,7 @@ struct AttentionParams {
   bool alibi_sqrt;
   const float* bias_by_distance;  // [num_q_heads, 2 * bias_reach + 1], natural log units; distance j - p is clamped to +-bias_reach
   int bias_reach;
-  // Puts what a score_mod makes of logits, in natural units, in their place. Null: there is none.
+  // Puts what a score_mod makes of logits, in natural units once they are scaled, in their place. Null: there is none.
   void (*modify_scores)(const void* score_mod, const ScorePlace&, float* scores);
   const void* score_mod;
 

@@ -176,8 +176,9 @@ AttentionParams Plan::params(const AttentionInputs& in, const AttentionOutputs& 
 namespace {
 
 void modify_scores(const void* score_mod, const ScorePlace& at, float* scores) {
-  static_cast<const BoundExpression*>(score_mod)->score_row(
-      {.batch = at.request, .head = at.head, .q = at.position, .q_len = at.q_len, .kv_len = at.kv_len}, at.begin, at.end, scores);
+  static_cast<const BoundExpression*>(score_mod)->score_groups(
+      {.batch = at.request, .head = at.head, .q = at.position, .q_len = at.q_len, .kv_len = at.kv_len}, at.begin, at.end, scores, at.pitch,
+      at.scale);
 }
 
 }  // namespace

@@ -45,13 +45,14 @@ BoundExpression::BoundExpression(Expression expression, std::span<const NamedTen
   check(!expression.empty(), "expression.empty", "an expression is needed, got an empty one");
   auto parts = std::make_shared<Parts>();
   parts->expression = std::move(expression);
+  parts->nodes = parts->expression.nodes(), parts->type = parts->expression.type();
   parts->ranges = ranges;
   const bool is_mask = parts->expression.type() == ExpressionType::boolean;
   for (const ExpressionTensor& tensor : parts->expression.tensors()) {
     parts->tensors.push_back(bound_tensor(tensor, tensors));
     parts->extremes.emplace_back(parts->tensors.back(), tensor.type, is_mask);
   }
-  const std::span<const ExpressionNode> nodes = parts->expression.nodes();
+  const std::span<const ExpressionNode> nodes = parts->nodes;
   const std::vector<ValueRange> values = parts->ranges_of_nodes(ranges, false);
   parts->checked.assign(nodes.size(), false);
   for (size_t n = 0; n < nodes.size(); ++n) {
@@ -62,7 +63,7 @@ BoundExpression::BoundExpression(Expression expression, std::span<const NamedTen
       if (index.low < 0 || index.high >= data.sizes[i]) parts->checked[n] = true;
     }
   }
-  parts->plan_rows();
+  parts->rows = plan_rows(nodes);
   parts_ = std::move(parts);
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 // What a BoundExpression is made of: its tensors, and the order in which rows are computed.
+#include <span>
 #include <vector>
 
 #include "expression/operations.h"
@@ -10,33 +11,75 @@
 
 namespace imbrex {
 
-// One operation on a few keys of a row, whose values are in lanes of 32 bits.
+constexpr int kRowChunk = 128;  // keys of a row that are computed together: the lanes of a usual expression stay in L1
+constexpr int kRowGroup = 16;   // keys whose scores are neighbours in memory
+
+// Where lanes of 32 bits are in the memory of a row: the first group of keys, and by how many lanes the next group is further on. 0: all
+// keys have the same value, in the lanes of one group.
+struct RowLanes {
+  int begin = 0, step = kRowGroup;
+};
+
+// A step of a row. The value of the step before is in registers, and most steps compute with it there.
 struct RowStep {
+  enum Kind : uint8_t {
+    positions,    // the numbers of the keys
+    scores,       // the scores that are given
+    load,         // in[0]
+    one,          // an operation on the value before
+    with_second,  // on the value before, and in[1]
+    with_first,   // on in[0], and the value before
+    on_lanes,     // on in[0], in[1] and in[2]
+    in_loop,      // likewise, an operation of many instructions, whose result is in lanes
+    element       // of a tensor, likewise, but for those along the keys
+  };
+  Kind kind;
   int node;
-  int out;                            // number of a buffer of lanes
-  std::array<int, 3> in{-1, -1, -1};  // of those of its arguments
-  int along = -1;                     // of an element: the index that is kv, where the others are the same for all keys
+  ExpressionOp op = {};
+  ExpressionType type = {};  // by which with_operation() goes
+  std::array<RowLanes, 3> in{};
+  int along = -1;  // of an element: the index that is kv, where the others are the same for all keys
+  int store = -1;  // where its lanes begin, if the value is in lanes; -1: only the next step needs it, in registers
+};
+
+struct RowPlan {
+  // Nodes that are the same for all keys, computed once a row; and those of them that are written to lanes.
+  struct Spread {
+    int node, begin, count;
+  };
+  std::vector<int> fixed_nodes;
+  std::vector<Spread> spread;
+  std::vector<RowStep> steps;  // the rest; none: the result is the same for all keys
+  int edge = -1;               // lanes for elements along the keys that cannot be read where they are; -1: there are no such elements
+  int num_lanes = 0;           // of a row's memory
+};
+RowPlan plan_rows(std::span<const ExpressionNode>);
+
+// The keys of a row: scores in groups that are `pitch` floats apart, times `scale`; null: they are the one of the place. Results go to
+// scores in the same groups, or to bytes.
+struct RowKeys {
+  int begin, end;
+  const float* scores;
+  float* to_scores;
+  uint8_t* to_bytes;
+  long pitch = kRowGroup;
+  float scale = 1.f;
 };
 
 struct BoundExpression::Parts {
   Expression expression;
+  std::span<const ExpressionNode> nodes;  // of the expression
+  ExpressionType type = {};               // of its value
   ExpressionRanges ranges;
   std::vector<ExpressionTensorData> tensors;
   std::vector<TensorExtremes> extremes;
   std::vector<bool> checked;  // of each node: an element of a tensor whose index may be out of range
 
-  // Of rows: nodes that are the same for all keys, computed once; those of them that others need, spread over a buffer of lanes; and the
-  // rest, step by step.
-  std::vector<int> fixed_nodes;
-  std::vector<RowStep> spread, steps;
-  int num_buffers = 0;
-  int result_buffer = -1;  // -1: the result is one of fixed_nodes
-  int score_node = -1;     // the score; -1: the expression does not have it
+  RowPlan rows;
 
-  void plan_rows();
   bool holds(const ExpressionVariables& at, int kv_begin, int kv_end) const;  // whether a row is within the ranges
   ExpressionBits value_of(int node, const ExpressionVariables&, const ExpressionBits* values) const;
-  void run_row(const ExpressionVariables&, int kv_begin, int kv_end, const float* scores, float* to_scores, uint8_t* to_bytes) const;
+  void run_row(const ExpressionVariables&, const RowKeys&) const;
   // Not by_elements: tensors may have any elements, since these may change.
   std::vector<ValueRange> ranges_of_nodes(const ExpressionRanges&, bool by_elements) const;
 };

@@ -131,19 +131,24 @@ inline float floor(float a) {
   return whole ? a : as_float(as_bits(below) | (as_bits(a) & 0x80000000u));
 }
 
-// e^a = 2^n e^r with |r| <= ln(2) / 2: seven terms of the series are exact to a tenth of an ulp.
+// Of functions only, so that every processor gives the same bits: one without such an instruction computes it, slowly.
+inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+// (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2: seven terms of the series of e^r are exact to a tenth of an ulp.
+inline float exp_tail(float r) {
+  float sum = fused(1.f / 5040.f, r, 1.f / 720.f);
+  sum = fused(sum, r, 1.f / 120.f);
+  sum = fused(sum, r, 1.f / 24.f);
+  sum = fused(sum, r, 1.f / 6.f);
+  return fused(sum, r, 0.5f);
+}
+
+// e^a = 2^n e^r.
 inline float exp(float a) {
   const float low = a < -110.f ? -110.f : a, x = low > 90.f ? 90.f : low;
-  const float shifted = x * 1.44269504f + 12582912.f;  // its low bits count powers of two
+  const float shifted = fused(x, 1.44269504f, 12582912.f);  // its low bits count powers of two
   const float n = shifted - 12582912.f;
-  const float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
-  float sum = 1.f / 5040.f;
-  sum = sum * r + 1.f / 720.f;
-  sum = sum * r + 1.f / 120.f;
-  sum = sum * r + 1.f / 24.f;
-  sum = sum * r + 1.f / 6.f;
-  sum = sum * r + 0.5f;
-  const float fraction = 1.f + (r + r * r * sum);
+  const float r = fused(n, -1.42860677e-6f, fused(n, -0.693145752f, x));
+  const float fraction = 1.f + fused(r * r, exp_tail(r), r);
   // 2^n in two factors, each a normal number.
   const int power = int(as_bits(shifted) - 0x4b400000u), half = power >> 1;
   const float first = as_float((unsigned(half) + 127u) << 23), second = as_float((unsigned(power) - unsigned(half) + 127u) << 23);
@@ -167,13 +172,15 @@ inline float log(float a) {
 
 inline float sqrt(float a) { return __builtin_sqrtf(a); }
 
-// Below 0.55 a quotient of polynomials (the continued fraction after five terms), above it 1 - 2 / (e^2x + 1).
+// (e^2x - 1) / (e^2x + 1) of the magnitude, with e^2x - 1 = 2^n (e^r - 1) + (2^n - 1), which is exact to an ulp near 0 too.
 inline float tanh(float a) {
-  const float x = abs(a), z = x * x;
-  const float near = x - x * z * (315.f + 14.f * z) / (945.f + z * (420.f + z * 15.f));
-  const float far = 1.f - 2.f / (exp(x + x) + 1.f);
-  const float magnitude = x < 0.55f ? near : far;
-  return a != a ? a : as_float(as_bits(magnitude) | (as_bits(a) & 0x80000000u));
+  const float magnitude = abs(a), x = magnitude > 10.f ? 10.f : magnitude, twice = x + x;  // 1 from 9.02 on; NaN stays
+  const float shifted = fused(twice, 1.44269504f, 12582912.f);                             // its low bits are n
+  const float n = shifted - 12582912.f;
+  const float r = fused(n, -1.42860677e-6f, fused(n, -0.693145752f, twice));
+  const float power = as_float((as_bits(shifted) << 23) + 0x3f800000u);
+  const float less_one = fused(power, fused(r * r, exp_tail(r), r), power - 1.f);
+  return as_float(as_bits(less_one / (less_one + 2.f)) | (as_bits(a) & 0x80000000u));
 }
 #endif
 inline float sigmoid(float a) { return 1.f / (1.f + exp(-a)); }

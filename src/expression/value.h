@@ -23,6 +23,16 @@ struct ExpressionBits {
   static ExpressionBits of(float value) { return {std::bit_cast<int32_t>(value)}; }
 };
 
+// A function of many instructions: rows compute it in a loop of its own.
+template <class F>
+struct LongOperation : F {};
+template <class F>
+LongOperation(F) -> LongOperation<F>;
+template <class F>
+constexpr bool is_long_operation = false;
+template <class F>
+constexpr bool is_long_operation<LongOperation<F>> = true;
+
 // Calls `use` with the function of operations.h that an operation on arguments of type `type` (of where(): on its alternatives) is, as an
 // object, and nothing for constants, variables and tensors. With as many parameters as the operation has arguments.
 template <class Use>
@@ -36,15 +46,16 @@ void with_operation(ExpressionOp op, ExpressionType type, Use&& use) {
     case tensor: return;
     case to_real:
       return type == ExpressionType::boolean ? use([](bool a) { return o::to_real(a); }) : use([](int a) { return o::to_real(a); });
-    case to_integer: return real ? use([](float a) { return o::to_integer(a); }) : use([](bool a) { return o::to_integer(a); });
+    case to_integer:
+      return real ? use(LongOperation{[](float a) { return o::to_integer(a); }}) : use([](bool a) { return o::to_integer(a); });
     case negate: return real ? use([](float a) { return o::negate(a); }) : use([](int a) { return o::negate(a); });
     case abs: return real ? use([](float a) { return o::abs(a); }) : use([](int a) { return o::abs(a); });
-    case floor: return use([](float a) { return o::floor(a); });
-    case exp: return use([](float a) { return o::exp(a); });
-    case log: return use([](float a) { return o::log(a); });
+    case floor: return use(LongOperation{[](float a) { return o::floor(a); }});
+    case exp: return use(LongOperation{[](float a) { return o::exp(a); }});
+    case log: return use(LongOperation{[](float a) { return o::log(a); }});
     case sqrt: return use([](float a) { return o::sqrt(a); });
-    case tanh: return use([](float a) { return o::tanh(a); });
-    case sigmoid: return use([](float a) { return o::sigmoid(a); });
+    case tanh: return use(LongOperation{[](float a) { return o::tanh(a); }});
+    case sigmoid: return use(LongOperation{[](float a) { return o::sigmoid(a); }});
     case logical_not: return use([](bool a) { return o::logical_not(a); });
     case add: return real ? use([](float a, float b) { return o::add(a, b); }) : use([](int a, int b) { return o::add(a, b); });
     case subtract:
@@ -52,8 +63,8 @@ void with_operation(ExpressionOp op, ExpressionType type, Use&& use) {
     case multiply:
       return real ? use([](float a, float b) { return o::multiply(a, b); }) : use([](int a, int b) { return o::multiply(a, b); });
     case divide: return use([](float a, float b) { return o::divide(a, b); });
-    case floor_divide: return use([](int a, int b) { return o::floor_divide(a, b); });
-    case modulo: return use([](int a, int b) { return o::modulo(a, b); });
+    case floor_divide: return use(LongOperation{[](int a, int b) { return o::floor_divide(a, b); }});
+    case modulo: return use(LongOperation{[](int a, int b) { return o::modulo(a, b); }});
     case min: return real ? use([](float a, float b) { return o::min(a, b); }) : use([](int a, int b) { return o::min(a, b); });
     case max: return real ? use([](float a, float b) { return o::max(a, b); }) : use([](int a, int b) { return o::max(a, b); });
     case equal: return real ? use([](float a, float b) { return o::equal(a, b); }) : use([](int a, int b) { return o::equal(a, b); });

@@ -150,6 +150,20 @@ TEST(BoundExpression, RowsHaveTheBitsOfSingleValues) {
   }
 }
 
+TEST(BoundExpression, GroupsOfScoresAreScaledAndLieApart) {
+  constexpr int kKeys = 150, kPitch = 40;
+  const BoundExpression bound(parse_expression("score * tanh(score) + float(kv - q)"));
+  std::vector<float> row(kKeys), groups((kKeys + 15) / 16 * kPitch, -7.f);
+  for (int i = 0; i < kKeys; ++i) row[size_t(i)] = 0.25f * float(i % 11 - 5), groups[size_t(i / 16 * kPitch + i % 16)] = row[size_t(i)];
+  for (float& x : row) x *= 3.f;
+  bound.score_row({.q = 9}, 5, 5 + kKeys, row.data());
+  bound.score_groups({.q = 9}, 5, 5 + kKeys, groups.data(), kPitch, 3.f);
+  for (int i = 0; i < int(groups.size()); ++i) {
+    const int key = i / kPitch * 16 + i % kPitch;
+    EXPECT_EQ(groups[size_t(i)], i % kPitch < 16 && key < kKeys ? row[size_t(key)] : -7.f) << i;
+  }
+}
+
 TEST(BoundExpression, RowsWithoutScoresTakeTheOneOfTheirPlace) {
   const BoundExpression bound(parse_expression("score < float(kv)"));
   uint8_t shown[4];

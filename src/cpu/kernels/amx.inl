@@ -71,6 +71,22 @@ IMBREX_INLINE void gather_out(const Scratch& s, const TileCounts& n, int i, floa
   for (int t = 0; t < n.dim_tiles; ++t) _mm512_storeu_ps(row + 16 * t, _mm512_maskz_load_ps(any, tiles + 256 * t));
 }
 
+// The keys that rows see, of each block of rows.
+void describe_blocks(const Scratch& s, const TileCounts& n, int kv_end) {
+  for (int i = 0; i < n.row_blocks * kRowBlock; ++i) {
+    const Row& row = s.rows[i];
+    RowBlock& b = s.blocks[i / kRowBlock];
+    if (i % kRowBlock == 0) b = {row.lo, row.hi, row.lo, row.hi};
+    if (row.lo < row.hi && row.lo < b.lo) b.lo = row.lo;
+    if (row.hi > b.hi) b.hi = row.hi;
+    if (row.lo > b.all_lo) b.all_lo = row.lo;
+    if (row.hi < b.all_hi) b.all_hi = row.hi;
+  }
+  for (int b = 0; b < n.row_blocks; ++b) {
+    if (s.blocks[b].hi > kv_end) s.blocks[b].hi = kv_end;
+  }
+}
+
 // The loop that fits the shape: compile-time trip counts for head dims 64, 128 and 256.
 template <Logits logits>
 void run_list(JobList& list, bool narrow) {
@@ -113,16 +129,8 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
     s.scale[i] = row.scale * kLog2e;
     if (capped) s.curves[i] = i - first < a.group ? cap_curve(row.scale, a.soft_cap) : s.curves[i - a.group];
     regular = regular && (capped || row.scale > 0.f);
-    RowBlock& b = s.blocks[i / kRowBlock];
-    if (i % kRowBlock == 0) b = {row.lo, row.hi, row.lo, row.hi};
-    if (row.lo < row.hi && row.lo < b.lo) b.lo = row.lo;
-    if (row.hi > b.hi) b.hi = row.hi;
-    if (row.lo > b.all_lo) b.all_lo = row.lo;
-    if (row.hi < b.all_hi) b.all_hi = row.hi;
   }
-  for (int b = 0; b < n.row_blocks; ++b) {
-    if (s.blocks[b].hi > item.kv_end) s.blocks[b].hi = item.kv_end;
-  }
+  describe_blocks(s, n, item.kv_end);
   const bool narrow = num_rows <= kNarrowRows;
   tiles_shape(narrow ? num_rows : 16);
   char* zero = const_cast<char*>(s.stage[0].zero);
@@ -139,7 +147,10 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
     const int begin = block.key();
     const long split_end = (begin / a.split_keys + 1L) * a.split_keys;
     const int end = split_end < block.end() && item.partial < 0 ? int(split_end) : block.end();
-    if (block.begins()) show(a, item, s.rows, all_rows, block);
+    if (block.begins()) {
+      show(a, item, s.rows, all_rows, block);
+      describe_blocks(s, n, item.kv_end);
+    }
     if (block.leaves_split(before) && item.partial < 0) {
       for_rows([&](int i) {
         float* into = s.folded + long(i) * n.dim_tiles * 16;

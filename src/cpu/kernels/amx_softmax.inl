@@ -112,12 +112,7 @@ template <Logits logits, bool edges = false, class Products = NoProducts>
 IMBREX_INLINE void softmax_row(const AttentionParams& a, const Row& row, const Job& job, float* s, float* max, float* sum,
                                const float* scale, const CapCurve* curve, float* out, int dim_tiles, Products products = {}) {
   float factor = *scale;
-  if (logits == kAny && !is_plain(a, row)) {
-    float* parts[kVecs];
-    for (int t = 0; t < kVecs; ++t) parts[t] = s + 256 * t;
-    modify_logits<true>(a, row, job.kb, parts);
-    factor = 1.f;
-  }
+  if (logits == kAny && !is_plain(a, row)) factor = modify_logits<true>(a, row, job.kb, s, 256);
   __mmask16 seen[kVecs];
   seen_scores<logits, edges>(row, job, seen);
   const vf hidden = _mm512_set1_ps(-__builtin_inff()), m = _mm512_set1_ps(*max), vscale = _mm512_set1_ps(factor);

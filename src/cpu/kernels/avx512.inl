@@ -114,12 +114,7 @@ void softmax_row(const AttentionParams& a, const Row& row, int kb, int begin, in
   if constexpr (whole) begin = 0, end = kVecs;
   vf x[kVecs], top = _mm512_set1_ps(-__builtin_inff());
   float scale = row.scale * kLog2e;
-  if (!is_plain(a, row)) {
-    float* parts[kVecs];
-    for (int t = 0; t < kVecs; ++t) parts[t] = s + 16 * t;
-    modify_logits<false>(a, row, kb, parts);
-    scale = 1.f;
-  }
+  if (!is_plain(a, row)) scale = modify_logits<false>(a, row, kb, s, 16);
   if (sees_all(row, kb)) {
     for (int t = begin; t < end; ++t) x[t] = _mm512_load_ps(s + 16 * t);
   } else {

@@ -5,18 +5,21 @@ namespace {
 
 constexpr int kVecs = kBlockKeys / 16;
 
-// Applies soft cap and biases to logits, in log2 units (the caller then continues with scale 1). `bf16`: for products of bf16 the short
-// soft cap is precise enough.
+// Applies soft cap, biases and a score_mod to logits, each 16 of which are `pitch` floats apart, and returns the scale that makes them log2
+// units. `bf16`: for products of bf16 the short soft cap is precise enough.
 template <bool bf16>
-__attribute__((noinline)) void modify_logits(const AttentionParams& a, const Row& row, int kb, float* const s[kVecs]) {
+__attribute__((noinline)) float modify_logits(const AttentionParams& a, const Row& row, int kb, float* s, long pitch) {
   const vi lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const bool biased = row.slope != 0.f || row.bias;
   const int* const places = row.custom && row.key_positions ? row.key_positions + (kb - row.first_byte) : nullptr;
+  if (a.modify_scores && a.soft_cap == 0.f && !biased) {
+    modify_scores(a, row, kb, s, pitch, row.scale);
+    return kLog2e;
+  }
   // Biases come in natural units and are added before the change of base, and a score_mod is about those too.
   const float unit = biased || a.modify_scores ? 1.f : kLog2e;
-  alignas(64) float scores[kBlockKeys];  // for the score_mod
   for (int t = 0; t < kVecs; ++t) {
-    vf x = _mm512_load_ps(s[t]);
+    vf x = _mm512_load_ps(s + t * pitch);
     if (a.soft_cap > 0.f) {
       const float twice = row.scale * 2 * kLog2e / a.soft_cap, cap = a.soft_cap * unit;
       x = bf16 ? soft_cap_bf16(x, twice, cap) : soft_cap_f32(x, twice, cap);
@@ -40,11 +43,11 @@ __attribute__((noinline)) void modify_logits(const AttentionParams& a, const Row
       }
       if (!a.modify_scores) x = _mm512_mul_ps(x, _mm512_set1_ps(kLog2e));
     }
-    _mm512_store_ps(a.modify_scores ? scores + 16 * t : s[t], x);
+    _mm512_store_ps(s + t * pitch, x);
   }
-  if (!a.modify_scores) return;
-  modify_scores(a, row, kb, scores);
-  for (int t = 0; t < kVecs; ++t) _mm512_store_ps(s[t], _mm512_mul_ps(_mm512_load_ps(scores + 16 * t), _mm512_set1_ps(kLog2e)));
+  if (!a.modify_scores) return 1.f;
+  modify_scores(a, row, kb, s, pitch, 1.f);
+  return kLog2e;
 }
 
 // Keys of a block that a row sees, 16 to a mask; without its custom mask. Scalar arithmetic: vector operations are what is scarce.

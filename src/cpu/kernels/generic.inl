@@ -149,7 +149,7 @@ void softmax_row(const AttentionParams& a, const Row& row, int kb, float* s, flo
       if (row.bias) x += row.bias[clamp_int(distance, -a.bias_reach, a.bias_reach)];
       s[j] = x;
     }
-    if (a.modify_scores) modify_scores(a, row, kb, s);
+    if (a.modify_scores) modify_scores(a, row, kb, s, 16, 1.f);
     for (int j = lo; j < hi; ++j) s[j] *= kLog2e;
   }
   for (int j = 0; j < lo; ++j) s[j] = -__builtin_inff();

@@ -241,14 +241,26 @@ inline void clear_latents(const LatentScratch& s) {
   }
 }
 
-inline void describe_tile(const LatentScratch& s, int t) {
+// What the rows of a tile see of a stretch of keys.
+inline void describe_stretch(const LatentScratch& s, int t) {
   LatentTile& tile = s.tiles[t];
-  tile.all_lo = tile.any_hi = 0, tile.all_hi = tile.any_lo = 0x7fffffff, tile.plain = true;
+  tile.all_lo = 0, tile.all_hi = 0x7fffffff;
   for (int i = 0; i < kLatentRows; ++i) {
     const Row& row = s.rows[t * kLatentRows + i];
-    tile.lo[i] = row.lo, tile.hi[i] = row.hi, tile.scale[i] = row.scale * kLog2e;
-    tile.plain = tile.plain && row.scale > 0.f;
+    tile.lo[i] = row.lo, tile.hi[i] = row.hi;
     tile.all_lo = row.lo > tile.all_lo ? row.lo : tile.all_lo, tile.all_hi = row.hi < tile.all_hi ? row.hi : tile.all_hi;
+  }
+  tile.custom = any_custom(s.rows + t * kLatentRows, kLatentRows);
+}
+
+// What stays as it is: chunks of keys wait beyond the end of a stretch.
+inline void describe_tile(const LatentScratch& s, int t) {
+  LatentTile& tile = s.tiles[t];
+  tile.any_hi = 0, tile.any_lo = 0x7fffffff, tile.plain = true;
+  for (int i = 0; i < kLatentRows; ++i) {
+    const Row& row = s.rows[t * kLatentRows + i];
+    tile.scale[i] = row.scale * kLog2e;
+    tile.plain = tile.plain && row.scale > 0.f;
     if (row.lo >= row.hi) continue;
     tile.any_lo = row.lo < tile.any_lo ? row.lo : tile.any_lo, tile.any_hi = row.hi > tile.any_hi ? row.hi : tile.any_hi;
   }
@@ -277,7 +289,7 @@ bool attend_latents(const AttentionParams& a, const WorkItem& item, int kv_head,
   for (int t = 0; t < s.num_tiles; ++t) {
     pack_latent_queries(a, s, t);
     describe_tile(s, t);
-    s.tiles[t].custom = any_custom(s.rows + t * kLatentRows, kLatentRows);
+    describe_stretch(s, t);
   }
   clear_latents(s);
   Products::enter();
@@ -290,7 +302,7 @@ bool attend_latents(const AttentionParams& a, const WorkItem& item, int kv_head,
   for (; !block.done(); before = block, block.next()) {
     if (block.begins()) {
       show(a, item, s.rows, s.num_tiles * kLatentRows, block);
-      for (int t = 0; t < s.num_tiles; ++t) s.tiles[t].custom = any_custom(s.rows + t * kLatentRows, kLatentRows);
+      for (int t = 0; t < s.num_tiles; ++t) describe_stretch(s, t);
     }
     if (block.leaves_split(before) && item.partial < 0) {
       for (int i = 0; i < num_rows; ++i) {

@@ -13,7 +13,8 @@ struct Row {
   int request, token, head;     // of the batch; q head
   int entry;                    // number of the token in the item
   int position;                 // of the query among the request's keys
-  int lo, hi;                   // visible keys, custom mask aside
+  int lo, hi;                   // visible keys, a mask of bytes aside; in a stretch, of that
+  Visible visible;              // and of the item, a mask_mod aside
   float scale;                  // of q.k, everything folded in but log2(e)
   float slope;                  // ALiBi, natural log units
   const float* bias;            // by distance, centred, or null
@@ -52,6 +53,7 @@ inline void fill_rows(const AttentionParams& a, const WorkItem& item, int kv_hea
               .position = position,
               .lo = visible.lo,
               .hi = visible.hi,
+              .visible = visible,
               .scale = of_head.scale,
               .slope = of_head.slope,
               .bias = of_head.bias,
@@ -106,13 +108,16 @@ class KeyBlocks {
 
 // Prepares rows for the stretch of keys that begins with the block: `shown` ones are hidden from none of them by a mask of bytes.
 inline void show(const AttentionParams& a, const WorkItem& item, Row* rows, int num_rows, const KeyBlocks& block) {
-  const long bytes = a.stretch_bytes && block.stretch() ? a.stretch_bytes[block.stretch() - a.stretches] : -1;
-  const long width = bytes < 0 ? 0 : (block.end() - block.key() + kBlockKeys - 1l) / kBlockKeys * kBlockKeys;
+  const bool modified = a.stretch_rows && block.stretch();
+  const long first = modified ? a.stretch_rows[block.stretch() - a.stretches] : -1;
   for (int i = 0; i < num_rows; ++i) {
     Row& row = rows[i];
-    if (bytes >= 0) {
+    if (modified) row.lo = row.visible.lo, row.hi = row.visible.hi;
+    if (first >= 0) {
       const long of_head = a.mask_heads > 1 ? row.head * long(item.q_end - item.q_begin) : 0;
-      row.bytes = a.mask_bytes + bytes + (of_head + row.entry) * width;
+      const MaskRow& seen = a.mask_rows[first + of_head + row.entry];
+      row.lo = seen.begin > row.lo ? seen.begin : row.lo, row.hi = seen.end < row.hi ? seen.end : row.hi;
+      row.bytes = seen.bytes < 0 ? nullptr : a.mask_bytes + seen.bytes;
       row.first_byte = block.key();
     }
     row.custom = block.shown() || block.key() < row.first_byte ? nullptr : row.bytes;
@@ -126,12 +131,15 @@ inline bool plain_logits(const AttentionParams& a) {
   return a.soft_cap == 0.f && !a.alibi_slopes && !a.bias_by_distance && !a.modify_scores;
 }
 
-// What the score_mod makes of a row's logits in natural units, s[0] that of key `kb`: of those keys of the block that the row may see.
-inline void modify_scores(const AttentionParams& a, const Row& row, int kb, float* s) {
-  const int begin = clamp_int(row.lo, kb, kb + kBlockKeys), end = clamp_int(row.hi, begin, kb + kBlockKeys);
-  if (begin == end) return;
+// What the score_mod makes of a row's logits, which become natural units once they are scaled; s[0] is that of key `kb`, and groups of 16
+// are `pitch` floats apart. Of a half of the block in which the row sees no key, nothing.
+inline void modify_scores(const AttentionParams& a, const Row& row, int kb, float* s, long pitch, float scale) {
+  constexpr int half = kBlockKeys / 2;
+  if (row.lo >= row.hi || row.lo >= kb + kBlockKeys || row.hi <= kb) return;
+  const int begin = row.lo >= kb + half ? kb + half : kb, end = row.hi <= kb + half ? kb + half : kb + kBlockKeys;
   const int q_len = a.query_start[row.request + 1] - a.query_start[row.request];
-  a.modify_scores(a.score_mod, {row.request, row.head, row.position, q_len, a.seq_lens[row.request], begin, end}, s + (begin - kb));
+  a.modify_scores(a.score_mod, {row.request, row.head, row.position, q_len, a.seq_lens[row.request], begin, end, pitch, scale},
+                  s + (begin - kb) / 16 * pitch);
 }
 
 // Keys that at least one row of the item sees: nothing else of the cache may be read, or multiplied even by zero (it may hold NaN).
