@@ -17,6 +17,7 @@ from ..engines import CheckedLayer, announce, check_pages, check_version, device
 from ..plan import KvLayer, Plan, Workspace
 from . import WRITTEN_FOR
 from .pages import SlotCheck, block_table, check_pool, kv_layer, latent_dims, rows_of
+from .verify import MOST_TREE_TOKENS, Drafts, asked_mask, drafts_of
 
 logger = logging.getLogger("imbrex")
 
@@ -31,13 +32,17 @@ class Step:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     table: torch.Tensor
-    mask: Optional[torch.Tensor]
+    drafts: Drafts
     num_tokens: int
     graph: bool
     on_device: bool
 
-    def update(self, plan: Plan, masked: bool) -> None:
-        arrays = dict(block_table=self.table, custom_mask=self.mask if masked else None)
+    def update(self, plan: Plan) -> None:
+        arrays = dict(block_table=self.table)
+        if plan.spec.custom_mask:
+            arrays.update(custom_mask=self.drafts.mask)
+        if plan.spec.tree:
+            arrays.update(draft_parents=self.drafts.parents)
         if plan.spec.block_size == 0:  # over the step's own keys and values
             arrays = dict(kv_start_loc=self.query_start_loc)
         if self.on_device:
@@ -69,6 +74,7 @@ class Backend(AttentionBackend):
         self.page_size = runner.page_size or 1
         self.latent_dims = latent_dims(runner.token_to_kv_pool)
         self.max_keys = self.req_to_token.shape[1]
+        self.max_context_len = runner.model_config.context_len  # SGLang's workers size masks by it
         gpu = self.device_text != "cpu"
         speculative = runner.spec_algorithm.is_speculative()
         wanted = self.settings.on_device
@@ -114,10 +120,9 @@ class Backend(AttentionBackend):
         step = self.forward_metadata
         if step is None:
             return
-        for key, kept in self._captured.items():
-            masked = dict(key)["custom_mask"]
-            if not masked or step.mask is not None:
-                self._update(kept, step, masked)
+        for kept in self._captured.values():
+            if not kept.plan.spec.custom_mask or step.drafts.mask is not None:
+                self._update(kept, step)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Does nothing: the captured kernels read the plans' memory."""
@@ -131,6 +136,13 @@ class Backend(AttentionBackend):
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1  # a row of padding has one token, which is its own key, in slot 0
+
+    @property
+    def verify_mask(self) -> Any:
+        return asked_mask(self.device)
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: Optional[int]) -> None:
+        """Does nothing: SGLang's stream for plans waits for the drafts, so that the step was planned with their links."""
 
     def _begin(self, batch: Any, graph: bool) -> None:
         mode = batch.forward_mode
@@ -162,8 +174,8 @@ class Backend(AttentionBackend):
         looked_at = not (graph or on_device or mode.is_target_verify() or (mode.is_decode() and self.device_text != "cpu"))
         if self._slot_check is not None and looked_at:
             self._slot_check(table, starts, lens, batch.out_cache_loc)
-        mask = self._mask(batch, graph, None if on_device else lens, num_reqs, query_lens) if mode.is_target_verify() else None
-        self.forward_metadata = Step(self._num_steps, starts, lens, table, mask, num_tokens, graph, on_device)
+        drafts = self._drafts(batch, graph, None if on_device else lens) if mode.is_target_verify() else Drafts()
+        self.forward_metadata = Step(self._num_steps, starts, lens, table, drafts, num_tokens, graph, on_device)
 
     def _query_lens(self, batch: Any, num_reqs: int) -> Tuple[Any, int]:
         """Query tokens of each request, as one number or int32 [requests], and how many of them seq_lens does not count."""
@@ -187,49 +199,35 @@ class Backend(AttentionBackend):
             return None
         return torch.as_tensor(lens, device="cpu")[:num_reqs].to(torch.int32)
 
-    def _mask(self, batch: Any, graph: bool, lens: Any, num_reqs: int, width: int) -> Optional[torch.Tensor]:
-        """The tree's mask as bytes: for each draft token its row over all keys. None where drafts are a chain, which is causal."""
-        info = batch.spec_info
-        given = info.custom_mask
-        breadth = getattr(info, "tree_topk", getattr(info, "topk", None))  # 1: a chain. That of DFlash has `topk` alone
-        if given is None or given.numel() == 0 or breadth == 1:
-            return None
-        given = given.reshape(-1).view(torch.uint8) if given.dtype == torch.bool else given.reshape(-1)
-        if lens is None:
-            mask, size = given, given.numel()
-        else:
-            size = width * int(lens.sum())
-            if self.device_text == "cpu" and given.numel() == num_reqs * width * width:  # rows over draft tokens alone
-                rows = given.view(num_reqs, width, width)
-                parts = [torch.cat([rows[r].new_ones(width, int(n) - width), rows[r]], 1).reshape(-1) for r, n in enumerate(lens)]
-                given = torch.cat(parts)
-            padding = width * getattr(batch, "num_padding", 0)
-            if given.numel() < size - padding * (width + 1):
-                raise _core.Error(f"imbrex: expected a custom_mask of {size} bytes, got {given.numel()}")
-            mask = given[:size]
-        if not graph:
-            return mask
+    def _drafts(self, batch: Any, graph: bool, lens: Optional[torch.Tensor]) -> Drafts:
+        drafts = drafts_of(batch.spec_info, batch.batch_size, lens, getattr(batch, "num_padding", 0), graph, self.device)
+        if drafts.parents is not None and lens is not None:
+            return drafts._replace(parents=drafts.parents.cpu())
+        if drafts.mask is None or not graph:
+            return drafts
         if self._graph_mask is None:
-            room = self._graph_room[0] * width * (self.max_keys + width)
-            self._graph_mask = torch.ones(room, dtype=torch.uint8, device=self.device)
-        count = min(mask.numel(), self._graph_mask.numel())
-        self._graph_mask[:count].copy_(mask[:count])
-        return self._graph_mask if lens is None else self._graph_mask[:size]
+            width = batch.spec_info.draft_token_num
+            self._graph_mask = torch.ones(self._graph_room[0] * width * (self.max_keys + width), dtype=torch.uint8, device=self.device)
+        count = min(drafts.mask.numel(), self._graph_mask.numel())
+        self._graph_mask[:count].copy_(drafts.mask[:count])
+        return drafts._replace(mask=self._graph_mask if lens is None else self._graph_mask[:count])
 
     # Plans.
 
-    def _update(self, kept: Kept, step: Step, masked: bool) -> None:
+    def _update(self, kept: Kept, step: Step) -> None:
         if kept.batch != step.number:
             kept.batch = None
-            step.update(kept.plan, masked)
+            step.update(kept.plan)
             kept.batch = step.number
 
     def _plan(self, layer: Any, q: torch.Tensor, sinks: Any) -> Plan:
         step = self.forward_metadata
-        masked = step.mask is not None
-        if masked and layer.sliding_window_size > -1:
-            raise NotImplementedError("imbrex: expected no tree of draft tokens with a sliding window, whose positions are depths in the tree")
-        fields = self._spec_fields(layer, q, sinks is not None, masked)
+        if step.drafts.mask is not None and layer.sliding_window_size > -1:
+            raise NotImplementedError(
+                f"imbrex: expected a tree of at most {MOST_TREE_TOKENS} draft tokens, and the links between them, with a sliding window, whose "
+                "positions are depths in the tree, got a mask of all keys"
+            )
+        fields = self._spec_fields(layer, q, sinks is not None, step.drafts)
         key = tuple(fields.items())
         max_seq_len = self.max_keys + self.page_size
         if step.graph:
@@ -241,7 +239,7 @@ class Backend(AttentionBackend):
         else:
             needed = Limits(step.seq_lens.shape[0], step.num_tokens, max_seq_len)
             kept = self._eager.find(key, needed, lambda limits: self._make(layer, fields, limits, ordered=True))
-        self._update(kept, step, masked)
+        self._update(kept, step)
         return kept.plan
 
     def _make(self, layer: Any, fields: Dict[str, Any], limits: Limits, **options: Any) -> Plan:
@@ -252,7 +250,7 @@ class Backend(AttentionBackend):
         announce(logger, plan, f"layers like layer {layer.layer_id}", check)
         return plan
 
-    def _spec_fields(self, layer: Any, q: torch.Tensor, sinks: bool, masked: bool) -> Dict[str, Any]:
+    def _spec_fields(self, layer: Any, q: torch.Tensor, sinks: bool, drafts: Drafts) -> Dict[str, Any]:
         kv_dtype = type_name(getattr(self.token_to_kv_pool, "full_kv_pool", self.token_to_kv_pool).dtype)
         latent, expanded = self._is_latent(layer), self._is_expanded(layer)
         return dict(
@@ -268,7 +266,8 @@ class Backend(AttentionBackend):
             scale=float(layer.scaling),
             soft_cap=float(layer.logit_cap or 0),
             sinks=sinks,
-            custom_mask=masked,
+            custom_mask=drafts.mask is not None,
+            tree=drafts.tree,
         )
 
     # Layers.
@@ -336,7 +335,7 @@ class Backend(AttentionBackend):
             return
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        pool, spec = self.token_to_kv_pool, _core.AttentionSpec(**self._spec_fields(layer, q, False, False))
+        pool, spec = self.token_to_kv_pool, _core.AttentionSpec(**self._spec_fields(layer, q, False, Drafts()))
         buffers = pool.get_kv_buffer(layer.layer_id)
 
         def write(plan: Plan, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
