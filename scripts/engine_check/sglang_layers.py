@@ -197,6 +197,72 @@ def drafts(table, server_args):
         assert any(kept.plan.spec.tree for kept in backends["imbrex"]._eager.kept())
 
 
+def encoders(table, server_args):
+    """Layers of embedding models and of prompts that are seen in both directions: whole prompts, then a token."""
+    for kind, windows in (("ENCODER_ONLY", (None, 9)), ("DECODER_BIDIRECTIONAL", (None,))):  # with a window the backends differ, see docs/sglang.md
+        for window in windows:
+            model = Model(server_args, v_head_dim=DIM, sliding_window_size=window)
+            model.sliding_window_size = window
+            peers = [name for name, there in (("torch_native", kind == "ENCODER_ONLY" and window is None), ("triton", True)) if there]
+            backends = backends_of(model, "imbrex", *peers)
+            layer = layer_of(attn_type=AttentionType[kind], sliding_window_size=window or -1)
+            scheduled = [(model.request(index, 140), count) for index, count in enumerate((37, 1, 130))]
+
+            def seen(request, count):
+                place = torch.arange(count)
+                return torch.ones(count, count, dtype=torch.bool) if window is None else (place - place[:, None]).abs() <= window
+
+            name = kind.lower().replace("_", " ") + ("" if window is None else f", {window} keys on both sides")
+            table.step(name, model, backends, layer, scheduled, ForwardMode.EXTEND, seen)
+
+
+def temperatures(table, server_args):
+    """Grok's temperature by length behind a soft cap: prompts in two parts, then a token."""
+    length = 25
+    for cap in (0.0, 4.0):
+        model = Model(server_args, v_head_dim=DIM)
+        backends, layer = backends_of(model, "imbrex", "triton"), layer_of(logit_cap=cap, xai_temperature_len=length)
+        requests = [model.request(index, 140) for index in range(3)]
+        name = "temperature by length (xai)" + (", soft cap" if cap else "")
+        for step, counts in (("prompts", (37, 5, 60)), ("prompts' second part", (20, 40, 30)), ("decode", (1, 1, 1))):
+            places = torch.cat([torch.arange(r.computed, r.computed + n) for r, n in zip(requests, counts)]).split(counts)
+            factors = iter([torch.where(p > length, p.clamp(min=1).log2() / torch.tensor(float(length)).log2(), 1.0).double() for p in places])
+
+            def score(logits):
+                return (cap * (logits / cap).tanh() if cap else logits) * next(factors)[:, None]
+
+            mode = ForwardMode.DECODE if step == "decode" else ForwardMode.EXTEND
+            table.step(f"{name}: {step}", model, backends, layer, list(zip(requests, counts)), mode, causal(), score)
+
+
+def local(table, server_args):
+    """Llama 4's chunks. No backend of SGLang that runs here has them: FlashAttention's virtual batches, by SGLang's own function."""
+    import numpy as np
+    from sglang.srt.layers.attention.local_attention import make_local_attention_virtual_batches
+
+    chunk = 32
+    model = Model(server_args)
+    model.attention_chunk_size = chunk
+    backends, layer = backends_of(model, "imbrex"), layer_of(use_irope=True)
+    requests = [model.request(index, 140) for index in range(3)]
+    for step, counts in (("prompts", (37, 5, 60)), ("prompts' second part", (20, 40, 30)), ("decode", (1, 1, 1))):
+        starts, lens = np.cumsum([0, *counts]).astype(np.int32), np.array([r.computed + n for r, n in zip(requests, counts)], np.int32)
+        table_of_slots = model.req_to_token_pool.req_to_token[:3]
+        q_lens, _, k_lens, slots = make_local_attention_virtual_batches(chunk, starts, lens, table_of_slots, 1, preserve_attn_chunk_size=True)
+        visible = []  # of each token, in the order of the step: the slots that SGLang's kernel is given for it
+        for count, keys, row in zip(q_lens, k_lens, slots):
+            visible += [set(row[: keys - count + 1 + i].tolist()) for i in range(count)]
+        visible = iter(visible)
+
+        def seen(request, count):
+            own = request.slots[: request.computed + count].tolist()
+            rows = [next(visible) for _ in range(count)]
+            return torch.tensor([[slot in row for slot in own] for row in rows])
+
+        mode = ForwardMode.DECODE if step == "decode" else ForwardMode.EXTEND
+        table.step(f"local attention (iRoPE): {step}", model, backends, layer, list(zip(requests, counts)), mode, seen)
+
+
 def grown(expanded, topk, count):
     """`count` random tokens of a drafter, each behind the root or behind another of them."""
     chosen = set()
@@ -221,7 +287,8 @@ def main(folder):
     )
     publish(server_args, role="scheduler", ranks=SpawnRanks(**{name: None if name == "dp_rank" else 0 for name in SpawnRanks.__struct_fields__}))
     table = Table()
-    drafts(table, server_args)
+    for cases in (drafts, encoders, local, temperatures):
+        cases(table, server_args)
     table.print()
     return int(table.far)
 

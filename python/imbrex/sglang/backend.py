@@ -7,7 +7,6 @@ from typing import Any, Dict, Optional, Tuple
 import sglang
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 
@@ -16,6 +15,7 @@ from .._plan_cache import Kept, Limits, PlanCache
 from ..engines import CheckedLayer, announce, check_pages, check_version, device_text, floats, make_plan, settings, type_name
 from ..plan import KvLayer, Plan, Workspace
 from . import WRITTEN_FOR
+from .layers import mask_fields, refuse_layer, score_mod
 from .pages import SlotCheck, block_table, check_pool, kv_layer, latent_dims, rows_of
 from .verify import MOST_TREE_TOKENS, Drafts, asked_mask, drafts_of
 
@@ -33,6 +33,7 @@ class Step:
     seq_lens: torch.Tensor
     table: torch.Tensor
     drafts: Drafts
+    prompts: bool  # tokens of prompts, where bidirectional layers of decoders see those behind them
     num_tokens: int
     graph: bool
     on_device: bool
@@ -74,6 +75,7 @@ class Backend(AttentionBackend):
         self.page_size = runner.page_size or 1
         self.latent_dims = latent_dims(runner.token_to_kv_pool)
         self.max_keys = self.req_to_token.shape[1]
+        self.chunk = getattr(runner, "attention_chunk_size", None) or 0  # of layers with local attention
         self.max_context_len = runner.model_config.context_len  # SGLang's workers size masks by it
         gpu = self.device_text != "cpu"
         speculative = runner.spec_algorithm.is_speculative()
@@ -175,7 +177,8 @@ class Backend(AttentionBackend):
         if self._slot_check is not None and looked_at:
             self._slot_check(table, starts, lens, batch.out_cache_loc)
         drafts = self._drafts(batch, graph, None if on_device else lens) if mode.is_target_verify() else Drafts()
-        self.forward_metadata = Step(self._num_steps, starts, lens, table, drafts, num_tokens, graph, on_device)
+        prompts = mode.is_extend() and not mode.is_target_verify()
+        self.forward_metadata = Step(self._num_steps, starts, lens, table, drafts, prompts, num_tokens, graph, on_device)
 
     def _query_lens(self, batch: Any, num_reqs: int) -> Tuple[Any, int]:
         """Query tokens of each request, as one number or int32 [requests], and how many of them seq_lens does not count."""
@@ -227,7 +230,7 @@ class Backend(AttentionBackend):
                 f"imbrex: expected a tree of at most {MOST_TREE_TOKENS} draft tokens, and the links between them, with a sliding window, whose "
                 "positions are depths in the tree, got a mask of all keys"
             )
-        fields = self._spec_fields(layer, q, sinks is not None, step.drafts)
+        fields = self._spec_fields(layer, q, sinks is not None, step)
         key = tuple(fields.items())
         max_seq_len = self.max_keys + self.page_size
         if step.graph:
@@ -250,9 +253,11 @@ class Backend(AttentionBackend):
         announce(logger, plan, f"layers like layer {layer.layer_id}", check)
         return plan
 
-    def _spec_fields(self, layer: Any, q: torch.Tensor, sinks: bool, drafts: Drafts) -> Dict[str, Any]:
+    def _spec_fields(self, layer: Any, q: torch.Tensor, sinks: bool, step: Optional[Step] = None) -> Dict[str, Any]:
+        """step: None for the check of a layer's pages, which has none of the step's own."""
         kv_dtype = type_name(getattr(self.token_to_kv_pool, "full_kv_pool", self.token_to_kv_pool).dtype)
         latent, expanded = self._is_latent(layer), self._is_expanded(layer)
+        drafts = Drafts() if step is None else step.drafts
         return dict(
             num_q_heads=layer.tp_q_head_num,
             num_kv_heads=layer.tp_k_head_num,
@@ -262,10 +267,11 @@ class Backend(AttentionBackend):
             kv_dtype=type_name(q.dtype) if expanded else kv_dtype,
             kv_format="latent" if latent else "strided",
             block_size=0 if expanded else self.page_size,
-            window_left=layer.sliding_window_size,
+            **mask_fields(layer, step is not None and step.prompts, self.chunk),
             scale=float(layer.scaling),
             soft_cap=float(layer.logit_cap or 0),
             sinks=sinks,
+            score_mod="" if step is None else score_mod(layer, step.drafts),
             custom_mask=drafts.mask is not None,
             tree=drafts.tree,
         )
@@ -335,7 +341,7 @@ class Backend(AttentionBackend):
             return
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        pool, spec = self.token_to_kv_pool, _core.AttentionSpec(**self._spec_fields(layer, q, False, Drafts()))
+        pool, spec = self.token_to_kv_pool, _core.AttentionSpec(**self._spec_fields(layer, q, False))
         buffers = pool.get_kv_buffer(layer.layer_id)
 
         def write(plan: Plan, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
@@ -348,25 +354,7 @@ class Backend(AttentionBackend):
             write=write,
             rows=lambda slots: tuple(rows_of(x, slots, self.page_size) for x in buffers),
             extras={},
-            score=dict(scale=float(layer.scaling), soft_cap=float(layer.logit_cap or 0), window_left=layer.sliding_window_size),
+            score={name: getattr(spec, name) for name in ("scale", "soft_cap", "window_left", "chunk")},
         )
         check_pages([checked], self.device_text, self.settings)
         self._checked.add(layer.layer_id)
-
-
-def refuse_layer(layer: Any, batch: Any, kwargs: Dict[str, Any]) -> None:
-    """Raises NotImplementedError for a feature that a layer or its call needs and imbrex does not have here."""
-    for name, value in kwargs.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(f"imbrex: expected no {name} in SGLang, got one")
-    if layer.is_cross_attention:
-        raise NotImplementedError("imbrex does not have cross attention in SGLang")
-    if layer.attn_type != AttentionType.DECODER:
-        raise NotImplementedError(f"imbrex: expected attention of type decoder in SGLang, got {layer.attn_type.value}")
-    for name, plain in (("use_irope", False), ("xai_temperature_len", -1), ("pos_encoding_mode", "NONE")):
-        if getattr(layer, name) != plain:
-            raise NotImplementedError(f"imbrex: expected layers with {name} {plain} in SGLang, got {getattr(layer, name)}")
-    if layer.logit_cap and layer.logit_capping_method != "tanh":
-        raise NotImplementedError(f"imbrex: expected logit_capping_method tanh, got {layer.logit_capping_method}")
-    if batch.mha_return_lse:
-        raise NotImplementedError("imbrex: expected mha_return_lse False in SGLang, got True")

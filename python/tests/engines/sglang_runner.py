@@ -47,7 +47,8 @@ class Runner:
             48 * 16, page_size, stored, heads[1], heads[2], len(layers), device, v_head_dim, kv_cache_layout=layout
         )
         self.model_config = SimpleNamespace(is_encoder_decoder=False, context_len=256)
-        self.use_mla_backend = self.is_draft_worker = False
+        self.use_mla_backend = self.is_draft_worker = self.prompts = False
+        self.attention_chunk_size = None
         self.spec_algorithm = SimpleNamespace(is_speculative=lambda: speculative)
         self.kv_index_translator = Translator()
         for name, value in changes.items():
@@ -56,7 +57,9 @@ class Runner:
         for index, options in enumerate(layers):
             options = {**dict(num_heads=heads[0], head_dim=heads[2], scaling=heads[2] ** -0.5, num_kv_heads=heads[1]), **options}
             options.pop("sinks", None)
+            temperature = options.pop("xai_temperature_len", -1)  # models set it behind
             layer = RadixAttention(layer_id=index, v_head_dim=v_head_dim or -1, **options)
+            layer.xai_temperature_len = temperature
             if scales is not None:
                 layer.k_scale, layer.v_scale = (torch.tensor([x], device=device) for x in scales)
                 layer.k_scale_float, layer.v_scale_float = scales
@@ -158,6 +161,7 @@ class Runner:
             batch, inputs = self.batch(mode, scheduled, pad_reqs, **changes), self.inputs(scheduled, pad_reqs)
             self.attn_backend.init_forward_metadata(batch)
             outputs = self.forward(batch, inputs)
+        self.prompts = mode.is_extend() and mode != ForwardMode.TARGET_VERIFY
         for index, (layer, out) in enumerate(zip(self.layers, outputs)):
             self._check(index, layer, out.view(out.shape[0], layer.tp_q_head_num, layer.v_head_dim), inputs[index][0], scheduled, masks, depths)
         for request, count in scheduled:
@@ -173,6 +177,9 @@ class Runner:
                 position = np.concatenate([np.arange(request.computed), request.computed + np.asarray(depths[row])])
                 mask = mask & (position >= position[request.computed :, None] - window)
                 window = -1
+            kind, length = layer.attn_type.value, layer.xai_temperature_len
+            causal = kind == "decoder" or (kind == "decoder_bidirectional" and not self.prompts)
+            position = request.computed + np.arange(count)
             check(
                 out[at : at + count],
                 q[at : at + count],
@@ -180,9 +187,12 @@ class Runner:
                 rounded(request.values[index][:seen], self.kv_dtype, self.scales[1]),
                 self.dtype,
                 f"step {self.num_steps}, layer {index}, {request.name}",
-                causal=True,
+                causal=causal,
                 scale=layer.scaling,
                 window_left=window,
+                window_right=-1 if causal else window,
+                chunk=self.attention_chunk_size if layer.use_irope else 0,
+                temperature=np.where(position > length, np.log2(np.maximum(position, 1)) / np.log2(length), 1.0) if length > 1 else None,
                 soft_cap=options.get("logit_cap", 0.0),
                 sinks=None if options.get("sinks") is None else options["sinks"].float().cpu().numpy(),
                 mask=mask,
