@@ -138,6 +138,26 @@ def server_args(architecture, prefill, decode):
     return SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config), **backends)
 
 
+def test_llama4_may_have_imbrex(sglang):
+    """Its list is another one, of what the resolved arguments have."""
+    from sglang.srt.arg_groups import model_hook
+    from sglang.srt.arg_groups.resolution_hooks import run_hook
+
+    import imbrex.sglang
+
+    args = server_args("Llama4ForConditionalGeneration", None, None)
+    args.attention_backend = "imbrex"
+    plain = model_hook.resolved_view
+    with pytest.raises(AssertionError, match="required for Llama4 model but got imbrex"):
+        run_hook(model_hook.handle_model_specific_adjustments, args)
+    imbrex.sglang.register()
+    run_hook(model_hook.handle_model_specific_adjustments, args)
+    assert args.attention_backend == "imbrex" and model_hook.resolved_view is plain
+    args.attention_backend = "flashinfer"
+    with pytest.raises(AssertionError, match="required for Llama4 model but got flashinfer"):
+        run_hook(model_hook.handle_model_specific_adjustments, args)
+
+
 def test_gpt_oss_may_have_imbrex(sglang):
     """SGLang's list of backends for it is inside of a function."""
     from sglang.srt.arg_groups import model_hook
