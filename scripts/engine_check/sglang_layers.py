@@ -216,6 +216,35 @@ def encoders(table, server_args):
             table.step(name, model, backends, layer, scheduled, ForwardMode.EXTEND, seen)
 
 
+def encoder_decoders(table, server_args):
+    """The encoder's tokens are in front of the request's own in its row: a layer of cross attention, then one of the decoder's own tokens."""
+    model = Model(server_args, is_encoder_decoder=True)
+    backends = backends_of(model, "imbrex", "torch_native")
+    cross, own = layer_of(is_cross_attention=True), layer_of()
+    lens = (40, 3, 90)
+    requests, encoders = [], []
+    for index, encoder_len in enumerate(lens):
+        request = model.request(index, encoder_len + 140)  # k and v of the encoder are in front, too
+        encoders.append(SimpleNamespace(slots=request.slots[:encoder_len], k=request.k[:encoder_len], v=request.v[:encoder_len]))
+        requests.append(SimpleNamespace(row=index, slots=request.slots[encoder_len:], k=request.k[encoder_len:], v=request.v[encoder_len:], computed=0))
+    for step, counts in (("prompts", (37, 5, 60)), ("prompts' second part", (20, 40, 30)), ("decode", (1, 1, 1))):
+        mode, scheduled, first = ForwardMode.DECODE if step == "decode" else ForwardMode.EXTEND, list(zip(requests, counts)), step == "prompts"
+        encoder = dict(encoder_lens=torch.tensor(lens), encoder_lens_cpu=list(lens), encoder_out_cache_loc=torch.cat([e.slots for e in encoders]))
+        k, v = (torch.cat([getattr(e, side) for e in encoders]) if first else None for side in "kv")
+        q = torch.randn(sum(counts), HEADS, DIM)
+        rows = [part for _, part in parts(scheduled, q)]
+        expected = torch.cat([exact(x, e.k, e.v, torch.ones(len(x), len(e.k), dtype=torch.bool)) for x, e in zip(rows, encoders)])
+        found = {}
+        for name, backend in backends.items():
+            batch = batch_of(model, mode, scheduled, **encoder)
+            backend.init_forward_metadata(batch)
+            given = (None if x is None else x.clone() for x in (k, v))
+            out = backend.forward(q.view(len(q), -1).clone(), *given, cross, batch)
+            found[name] = (out.view(-1, HEADS, DIM).double() - expected).abs().max().item()
+        table.add(f"cross attention: {step}", found)
+        table.step(f"behind an encoder's tokens: {step}", model, backends, own, scheduled, mode, causal(), **encoder)
+
+
 def temperatures(table, server_args):
     """Grok's temperature by length behind a soft cap: prompts in two parts, then a token."""
     length = 25
@@ -287,7 +316,7 @@ def main(folder):
     )
     publish(server_args, role="scheduler", ranks=SpawnRanks(**{name: None if name == "dp_rank" else 0 for name in SpawnRanks.__struct_fields__}))
     table = Table()
-    for cases in (drafts, encoders, local, temperatures):
+    for cases in (drafts, encoders, encoder_decoders, local, temperatures):
         cases(table, server_args)
     table.print()
     return int(table.far)

@@ -32,6 +32,7 @@ class Step:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     table: torch.Tensor
+    encoder: Optional[Tuple[torch.Tensor, torch.Tensor]]  # lengths and table of the encoder's tokens, for layers of cross attention
     drafts: Drafts
     prompts: bool  # tokens of prompts, where bidirectional layers of decoders see those behind them
     num_tokens: int
@@ -39,7 +40,8 @@ class Step:
     on_device: bool
 
     def update(self, plan: Plan) -> None:
-        arrays = dict(block_table=self.table)
+        lens, table = (self.seq_lens, self.table) if plan.spec.kind == "decoder" else self.encoder
+        arrays = dict(block_table=table)
         if plan.spec.custom_mask:
             arrays.update(custom_mask=self.drafts.mask)
         if plan.spec.tree:
@@ -47,9 +49,9 @@ class Step:
         if plan.spec.block_size == 0:  # over the step's own keys and values
             arrays = dict(kv_start_loc=self.query_start_loc)
         if self.on_device:
-            plan.update_on_device(self.query_start_loc, self.seq_lens, max_num_tokens=self.num_tokens, **arrays)
+            plan.update_on_device(self.query_start_loc, lens, max_num_tokens=self.num_tokens, **arrays)
         else:
-            plan.update(self.query_start_loc, self.seq_lens, **arrays)
+            plan.update(self.query_start_loc, lens, **arrays)
 
 
 _SMALLEST = Limits(32, 1024, 1)  # of eager steps
@@ -72,7 +74,8 @@ class Backend(AttentionBackend):
         self.device_text = device_text(self.device)
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
-        self.page_size = runner.page_size or 1
+        # An encoder's tokens are in front of the request's, which then begin amid a page.
+        self.page_size = 1 if runner.model_config.is_encoder_decoder else runner.page_size or 1
         self.latent_dims = latent_dims(runner.token_to_kv_pool)
         self.max_keys = self.req_to_token.shape[1]
         self.chunk = getattr(runner, "attention_chunk_size", None) or 0  # of layers with local attention
@@ -90,6 +93,7 @@ class Backend(AttentionBackend):
         self._captured: Dict[Tuple, Kept] = {}  # also updated before every replay, so that they belong to the backend and not to a graph
         self._graph_room = (0, 0)
         self._graph_table: Optional[torch.Tensor] = None
+        self._graph_encoder_table: Optional[torch.Tensor] = None
         self._graph_mask: Optional[torch.Tensor] = None
         self._num_steps = 0
         self._checked = set()
@@ -99,13 +103,15 @@ class Backend(AttentionBackend):
     def _refuse(runner: Any) -> None:
         for what, found in (
             ("a draft worker: --speculative-draft-attention-backend", runner.is_draft_worker),
-            ("an encoder-decoder model", runner.model_config.is_encoder_decoder),
             ("decode context parallelism", get_parallel().attn_dcp_size > 1),
             ("a unified memory pool, whose slots are translated", runner.kv_index_translator.is_translating),
         ):
             if found:
                 raise NotImplementedError(f"imbrex does not have this in SGLang: {what}")
-        check_pool(runner.token_to_kv_pool)
+        pool = runner.token_to_kv_pool
+        check_pool(pool)
+        if runner.model_config.is_encoder_decoder and getattr(pool, "kv_cache_layout", None) == "hnd" and (runner.page_size or 1) > 1:
+            raise NotImplementedError("imbrex: expected --page-size 1 with kv_cache_layout hnd for an encoder-decoder model in SGLang")
 
     # Steps.
 
@@ -132,7 +138,7 @@ class Backend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         columns = -(-self.max_keys // self.page_size)
         self._graph_room = (max_bs, max_num_tokens)
-        self._graph_table = torch.zeros((max_bs, columns), dtype=torch.int32, device=self.device)
+        self._graph_table, self._graph_encoder_table = (torch.zeros((max_bs, columns), dtype=torch.int32, device=self.device) for _ in range(2))
         self._graph_mask = None
         self._captured = {}
 
@@ -152,8 +158,6 @@ class Backend(AttentionBackend):
         if mode.is_idle():
             self.forward_metadata = None
             return
-        if batch.encoder_lens is not None:
-            raise NotImplementedError("imbrex does not have cross attention in SGLang, but encoder_lens is given")
         num_reqs = batch.batch_size
         query_lens, ahead = self._query_lens(batch, num_reqs)
         host = self._host_lens(batch, num_reqs, query_lens)
@@ -172,13 +176,16 @@ class Backend(AttentionBackend):
         known = getattr(batch, "max_seq_len_host", None)
         longest = int(lens.max()) if not on_device and num_reqs else self.max_keys if known is None else known + ahead
         out = self._graph_table if graph else None
-        table = block_table(self.req_to_token, batch.req_pool_indices[:num_reqs], min(longest, self.max_keys), self.page_size, out)
+        rows = batch.req_pool_indices[:num_reqs]
+        encoder = None if batch.encoder_lens is None else self._encoder(batch, rows, graph, on_device)
+        behind = None if encoder is None else batch.encoder_lens[:num_reqs]
+        table = block_table(self.req_to_token, rows, min(longest, self.max_keys), self.page_size, out, behind)
         looked_at = not (graph or on_device or mode.is_target_verify() or (mode.is_decode() and self.device_text != "cpu"))
         if self._slot_check is not None and looked_at:
             self._slot_check(table, starts, lens, batch.out_cache_loc)
         drafts = self._drafts(batch, graph, None if on_device else lens) if mode.is_target_verify() else Drafts()
         prompts = mode.is_extend() and not mode.is_target_verify()
-        self.forward_metadata = Step(self._num_steps, starts, lens, table, drafts, prompts, num_tokens, graph, on_device)
+        self.forward_metadata = Step(self._num_steps, starts, lens, table, encoder, drafts, prompts, num_tokens, graph, on_device)
 
     def _query_lens(self, batch: Any, num_reqs: int) -> Tuple[Any, int]:
         """Query tokens of each request, as one number or int32 [requests], and how many of them seq_lens does not count."""
@@ -201,6 +208,17 @@ class Backend(AttentionBackend):
         if not known or self.on_device and (self.settings.on_device == "always" or batch.forward_mode.is_target_verify()):
             return None
         return torch.as_tensor(lens, device="cpu")[:num_reqs].to(torch.int32)
+
+    def _encoder(self, batch: Any, rows: torch.Tensor, graph: bool, on_device: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Lengths and table of the encoder's tokens, which are in front of each request's own."""
+        lens = batch.encoder_lens[: rows.numel()].to(torch.int32)
+        longest = self.max_keys
+        if not on_device:
+            known = getattr(batch, "encoder_lens_cpu", None)  # not in a graph's batch, nor of padding
+            of_all = known is not None and len(known) == rows.numel()
+            lens = torch.as_tensor(known, dtype=torch.int32, device="cpu") if of_all else lens.cpu()
+            longest = int(lens.max()) if lens.numel() else 0
+        return lens, block_table(self.req_to_token, rows, longest, 1, self._graph_encoder_table if graph else None)
 
     def _drafts(self, batch: Any, graph: bool, lens: Optional[torch.Tensor]) -> Drafts:
         drafts = drafts_of(batch.spec_info, batch.batch_size, lens, getattr(batch, "num_padding", 0), graph, self.device)
@@ -257,8 +275,10 @@ class Backend(AttentionBackend):
         """step: None for the check of a layer's pages, which has none of the step's own."""
         kv_dtype = type_name(getattr(self.token_to_kv_pool, "full_kv_pool", self.token_to_kv_pool).dtype)
         latent, expanded = self._is_latent(layer), self._is_expanded(layer)
-        drafts = Drafts() if step is None else step.drafts
+        cross = step is not None and layer.is_cross_attention
+        drafts = Drafts() if step is None or cross else step.drafts
         return dict(
+            kind="encoder_decoder" if cross else "decoder",
             num_q_heads=layer.tp_q_head_num,
             num_kv_heads=layer.tp_k_head_num,
             head_dim_qk=layer.qk_head_dim,
@@ -271,7 +291,7 @@ class Backend(AttentionBackend):
             scale=float(layer.scaling),
             soft_cap=float(layer.logit_cap or 0),
             sinks=sinks,
-            score_mod="" if step is None else score_mod(layer, step.drafts),
+            score_mod="" if step is None else score_mod(layer, drafts),
             custom_mask=drafts.mask is not None,
             tree=drafts.tree,
         )
@@ -308,7 +328,7 @@ class Backend(AttentionBackend):
         else:
             self._check(layer, q)
             if k is not None and save_kv_cache:
-                self._write(layer, KVWriteLoc.for_batch(forward_batch), k, v)
+                self._write(layer, KVWriteLoc.for_layer(forward_batch, layer), k, v)
             kv = kv_layer(self.token_to_kv_pool, layer, self.page_size)
         extras = {} if sinks is None else {"sinks": floats(sinks, q.device)}
         plan = self._plan(layer, q, sinks)

@@ -15,6 +15,8 @@ def sees_later_tokens(layer: Any, prompts: bool) -> bool:
 
 def mask_fields(layer: Any, prompts: bool, chunk: int) -> Dict[str, Any]:
     """What a layer's queries see. chunk: tokens of a chunk of the model's layers with local attention (Llama 4), 0 where there are none."""
+    if layer.is_cross_attention:
+        return dict(causal=False)
     bidirectional, window = sees_later_tokens(layer, prompts), layer.sliding_window_size
     return dict(causal=not bidirectional, window_left=window, window_right=window if bidirectional else -1, chunk=chunk if layer.use_irope else 0)
 
@@ -46,8 +48,8 @@ def refuse_layer(layer: Any, batch: Any, kwargs: Dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if value is not None and value is not False:
             raise NotImplementedError(f"imbrex: expected no {name} in SGLang, got one")
-    if layer.is_cross_attention:
-        raise NotImplementedError("imbrex does not have cross attention in SGLang")
+    if layer.is_cross_attention and batch.encoder_lens is None:
+        raise NotImplementedError("imbrex: expected encoder_lens with layers of cross attention in SGLang, got none")
     refuse_parts_of_prompts(layer, batch)
     if layer.pos_encoding_mode != "NONE":
         raise NotImplementedError(f"imbrex: expected layers with pos_encoding_mode NONE in SGLang, got {layer.pos_encoding_mode}")

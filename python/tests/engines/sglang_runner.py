@@ -201,7 +201,7 @@ class Runner:
 
     # Graphs.
 
-    def capture(self, max_bs, mode=None, width=1, spec_info=None):
+    def capture(self, max_bs, mode=None, width=1, spec_info=None, encoder_lens=None):
         """As SGLang's runner: a batch of padding, metadata out of the graph, two runs to warm up, and the capture."""
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
@@ -218,6 +218,7 @@ class Runner:
         batch = ForwardBatch(
             mode, max_bs, None, buffers.rows, buffers.lens, buffers.slots, max_bs * fill, seq_lens_cpu=buffers.lens_cpu, spec_info=spec_info
         )
+        batch.encoder_lens = encoder_lens
         inputs = self.inputs([], tokens)
 
         def run():
@@ -257,7 +258,7 @@ class Runner:
             seq_lens=g.buffers.lens,
             seq_lens_cpu=None if live.seq_lens_cpu is None else g.buffers.lens_cpu,
             out_cache_loc=live.out_cache_loc,
-            encoder_lens=None,
+            encoder_lens=live.encoder_lens,
             spec_info=live.spec_info,
             num_padding=g.max_bs - count,
             max_seq_len_host=live.max_seq_len_host,
@@ -265,7 +266,8 @@ class Runner:
         inputs = self.inputs(scheduled, (g.max_bs - count) * g.width)
         for static, fresh in zip(g.inputs, inputs):
             for a, b in zip(static, fresh):
-                a.copy_(b)
+                if b is not None:
+                    a.copy_(b)
         self.attn_backend.init_forward_metadata_out_graph(view)
         if g.graph is None:  # a CPU has no graphs: the same launches again
             return g.run(), inputs

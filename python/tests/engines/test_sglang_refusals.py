@@ -20,7 +20,6 @@ PLAIN = [{}, {}]
     "changes, message",
     [
         (dict(is_draft_worker=True), "a draft worker"),
-        (dict(model_config=SimpleNamespace(is_encoder_decoder=True)), "an encoder-decoder model"),
         (dict(kv_index_translator=SimpleNamespace(is_translating=True)), "a unified memory pool"),
     ],
 )
@@ -48,7 +47,7 @@ def test_pools_that_are_refused(sglang):
 @pytest.mark.parametrize(
     "name, value, message",
     [
-        ("is_cross_attention", True, "cross attention"),
+        ("is_cross_attention", True, "expected encoder_lens with layers of cross attention"),
         ("pos_encoding_mode", "ALIBI", "pos_encoding_mode NONE in SGLang, got ALIBI"),
     ],
 )
@@ -94,7 +93,6 @@ def test_steps_that_are_refused(sglang):
     refused("DRAFT_EXTEND_V2", ForwardMode.DRAFT_EXTEND_V2)
     refused("PREBUILT", ForwardMode.PREBUILT)
     refused("decoding of draft tokens", ForwardMode.DECODE, spec_info=VerifyInput(1, None))
-    refused("encoder_lens", ForwardMode.DECODE, encoder_lens=torch.ones(1))
     backend.init_cuda_graph_state(2, 2)
     with pytest.raises(NotImplementedError, match="CUDA graph of decoding or verification in SGLang, got EXTEND"):
         backend.init_forward_metadata_out_graph(runner.batch(ForwardMode.EXTEND, [(requests[0], 1)]), in_capture=True)
