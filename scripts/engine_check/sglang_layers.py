@@ -226,7 +226,9 @@ def encoder_decoders(table, server_args):
     for index, encoder_len in enumerate(lens):
         request = model.request(index, encoder_len + 140)  # k and v of the encoder are in front, too
         encoders.append(SimpleNamespace(slots=request.slots[:encoder_len], k=request.k[:encoder_len], v=request.v[:encoder_len]))
-        requests.append(SimpleNamespace(row=index, slots=request.slots[encoder_len:], k=request.k[encoder_len:], v=request.v[encoder_len:], computed=0))
+        requests.append(
+            SimpleNamespace(row=index, slots=request.slots[encoder_len:], k=request.k[encoder_len:], v=request.v[encoder_len:], computed=0)
+        )
     for step, counts in (("prompts", (37, 5, 60)), ("prompts' second part", (20, 40, 30)), ("decode", (1, 1, 1))):
         mode, scheduled, first = ForwardMode.DECODE if step == "decode" else ForwardMode.EXTEND, list(zip(requests, counts)), step == "prompts"
         encoder = dict(encoder_lens=torch.tensor(lens), encoder_lens_cpu=list(lens), encoder_out_cache_loc=torch.cat([e.slots for e in encoders]))

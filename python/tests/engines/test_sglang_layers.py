@@ -52,7 +52,9 @@ def test_parts_of_prompts_are_refused(sglang, kind):
     """Keys of the earlier part do not know the later."""
     runner = Runner("cpu", [of_type(kind)])
     (a,) = new_prompts(runner, 20)
-    with pytest.raises(NotImplementedError, match=rf"whole prompts for attention of type {kind.lower()} in SGLang, got prefixes of \[20\] tokens: --ch"):
+    with pytest.raises(
+        NotImplementedError, match=rf"whole prompts for attention of type {kind.lower()} in SGLang, got prefixes of \[20\] tokens: --ch"
+    ):
         runner.step([(a, 5)])
 
 
