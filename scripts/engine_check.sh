@@ -76,6 +76,9 @@ for part in "${parts[@]}"; do
     "${run[@]}" "$scripts/transformers_zoo.py" | tee "$base/$part/table.md" || failed+=("$part")
   else
     "${run[@]}" "$scripts/make_models.py" "$base/models" >"$base/$part/models.log" 2>&1 || { tail "$base/$part/models.log" >&2; exit 1; }
+    if [ "$part" = sglang ]; then
+      PYTHONPATH=$scripts/stand_ins "${run[@]}" "$scripts/sglang_layers.py" "$base/models/llama" 2>"$base/$part/layers.log" | tee "$base/$part/layers.md" || failed+=(layers)
+    fi
     "${run[@]}" "$scripts/check_engine.py" "$part" "$base/models" "$base/$part" || failed+=("$part")
   fi
   echo "engine_check: $part took $((SECONDS - began)) s"

@@ -24,18 +24,22 @@ def attention(
     chunk=0,
     chunk_lookback=0,
     soft_cap=0.0,
+    temperature=None,
     sinks=None,
     alibi_slopes=None,
     alibi_sqrt=False,
     mask=None,
     positions=None,
 ):
-    """q [t, hq, d], k and v [s, hkv, d] of one request, mask [t, s] or None; out and the natural log of the denominator."""
+    """q [t, hq, d], k and v [s, hkv, d] of one request, mask [t, s] or None, temperature: a factor for each query, [t]; out and the natural log
+    of the denominator."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     logits = np.einsum("thd,shd->hts", q, np.repeat(k, group, 1)) * (scale or q.shape[2] ** -0.5)
     if soft_cap:
         logits = soft_cap * np.tanh(logits / soft_cap)
+    if temperature is not None:
+        logits = logits * np.asarray(temperature, np.float64)[None, :, None]
     position = k.shape[0] - q.shape[0] + np.arange(q.shape[0])[:, None] if positions is None else np.asarray(positions)[:, None]
     key = np.arange(k.shape[0])[None, :]
     if alibi_slopes is not None:

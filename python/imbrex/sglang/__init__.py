@@ -18,27 +18,45 @@ def _make(runner: Any) -> Any:
     return Backend(runner)
 
 
-def admit_to_gpt_oss(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """SGLang's step for single models, which asserts for gpt-oss that its attention backend is in a list of its own.
+class _SeenAsTriton:
+    """SGLang's view of its arguments, in which imbrex is "triton"."""
 
-    The list is in the middle of that step, so the step sees imbrex as "triton": both have sinks and sliding windows. Nothing else of the step
-    looks at the backend of gpt-oss, and server_args is not touched.
+    def __init__(self, view: Any) -> None:
+        self._view = view
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._view, name)
+        return "triton" if name == "attention_backend" and value == NAME else value
+
+
+def admit_to_models(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """SGLang's step for single models, which asserts for gpt-oss and Llama 4 that their attention backend is in lists of its own.
+
+    The lists are in the middle of that step, so the step sees imbrex as "triton": both have sinks, sliding windows and local attention. Nothing
+    else of the step looks at the backend of these models, and server_args is not touched.
     """
     from sglang.srt.arg_groups import model_hook
 
-    plain = getattr(model_hook, "attention_backends_of", None)
-    if plain is None:  # another SGLang, which may refuse
+    plain = tuple(getattr(model_hook, name, None) for name in ("attention_backends_of", "resolved_view"))
+    if None in plain:  # another SGLang, which may refuse
         return previous(server_args)
+    backends, view = plain
 
-    def as_seen_by_the_step(config: Any) -> Any:
-        of_gpt_oss = model_hook.model_config_of(server_args).hf_config.architectures[0] == "GptOssForCausalLM"
-        return tuple("triton" if of_gpt_oss and name == NAME else name for name in plain(config))
+    def is_one_of(*architectures: str) -> bool:
+        return model_hook.model_config_of(server_args).hf_config.architectures[0] in architectures
 
-    model_hook.attention_backends_of = as_seen_by_the_step
+    def backends_seen(config: Any) -> Any:
+        of_gpt_oss = is_one_of("GptOssForCausalLM")
+        return tuple("triton" if of_gpt_oss and name == NAME else name for name in backends(config))
+
+    def view_seen(args: Any) -> Any:
+        return _SeenAsTriton(view(args)) if is_one_of("Llama4ForConditionalGeneration", "Llama4ForCausalLM") else view(args)
+
+    model_hook.attention_backends_of, model_hook.resolved_view = backends_seen, view_seen
     try:
         return previous(server_args)
     finally:
-        model_hook.attention_backends_of = plain
+        model_hook.attention_backends_of, model_hook.resolved_view = plain
 
 
 def with_linear_kernels(original: Callable[..., Any], runner: Any, full_attn_backend: Any) -> Any:
@@ -75,7 +93,7 @@ def register() -> None:
     if NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([NAME])
     if NAME not in ATTENTION_BACKENDS:
-        register_resolution_hook("handle_model_specific_adjustments")(admit_to_gpt_oss)
+        register_resolution_hook("handle_model_specific_adjustments")(admit_to_models)
     register_attention_backend(NAME)(_make)
     if NAME not in LINEAR_ATTN_KERNEL_BACKEND_CHOICES:
         add_linear_attn_kernel_backend_choices([NAME])

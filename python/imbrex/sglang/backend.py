@@ -7,7 +7,6 @@ from typing import Any, Dict, Optional, Tuple
 import sglang
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 
@@ -16,7 +15,9 @@ from .._plan_cache import Kept, Limits, PlanCache
 from ..engines import CheckedLayer, announce, check_pages, check_version, device_text, floats, make_plan, settings, type_name
 from ..plan import KvLayer, Plan, Workspace
 from . import WRITTEN_FOR
+from .layers import mask_fields, refuse_layer, score_mod
 from .pages import SlotCheck, block_table, check_pool, kv_layer, latent_dims, rows_of
+from .verify import MOST_TREE_TOKENS, Drafts, asked_mask, drafts_of
 
 logger = logging.getLogger("imbrex")
 
@@ -31,19 +32,26 @@ class Step:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     table: torch.Tensor
-    mask: Optional[torch.Tensor]
+    encoder: Optional[Tuple[torch.Tensor, torch.Tensor]]  # lengths and table of the encoder's tokens, for layers of cross attention
+    drafts: Drafts
+    prompts: bool  # tokens of prompts, where bidirectional layers of decoders see those behind them
     num_tokens: int
     graph: bool
     on_device: bool
 
-    def update(self, plan: Plan, masked: bool) -> None:
-        arrays = dict(block_table=self.table, custom_mask=self.mask if masked else None)
+    def update(self, plan: Plan) -> None:
+        lens, table = (self.seq_lens, self.table) if plan.spec.kind == "decoder" else self.encoder
+        arrays = dict(block_table=table)
+        if plan.spec.custom_mask:
+            arrays.update(custom_mask=self.drafts.mask)
+        if plan.spec.tree:
+            arrays.update(draft_parents=self.drafts.parents)
         if plan.spec.block_size == 0:  # over the step's own keys and values
             arrays = dict(kv_start_loc=self.query_start_loc)
         if self.on_device:
-            plan.update_on_device(self.query_start_loc, self.seq_lens, max_num_tokens=self.num_tokens, **arrays)
+            plan.update_on_device(self.query_start_loc, lens, max_num_tokens=self.num_tokens, **arrays)
         else:
-            plan.update(self.query_start_loc, self.seq_lens, **arrays)
+            plan.update(self.query_start_loc, lens, **arrays)
 
 
 _SMALLEST = Limits(32, 1024, 1)  # of eager steps
@@ -66,9 +74,12 @@ class Backend(AttentionBackend):
         self.device_text = device_text(self.device)
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
-        self.page_size = runner.page_size or 1
+        # An encoder's tokens are in front of the request's, which then begin amid a page.
+        self.page_size = 1 if runner.model_config.is_encoder_decoder else runner.page_size or 1
         self.latent_dims = latent_dims(runner.token_to_kv_pool)
         self.max_keys = self.req_to_token.shape[1]
+        self.chunk = getattr(runner, "attention_chunk_size", None) or 0  # of layers with local attention
+        self.max_context_len = runner.model_config.context_len  # SGLang's workers size masks by it
         gpu = self.device_text != "cpu"
         speculative = runner.spec_algorithm.is_speculative()
         wanted = self.settings.on_device
@@ -82,6 +93,7 @@ class Backend(AttentionBackend):
         self._captured: Dict[Tuple, Kept] = {}  # also updated before every replay, so that they belong to the backend and not to a graph
         self._graph_room = (0, 0)
         self._graph_table: Optional[torch.Tensor] = None
+        self._graph_encoder_table: Optional[torch.Tensor] = None
         self._graph_mask: Optional[torch.Tensor] = None
         self._num_steps = 0
         self._checked = set()
@@ -91,13 +103,15 @@ class Backend(AttentionBackend):
     def _refuse(runner: Any) -> None:
         for what, found in (
             ("a draft worker: --speculative-draft-attention-backend", runner.is_draft_worker),
-            ("an encoder-decoder model", runner.model_config.is_encoder_decoder),
             ("decode context parallelism", get_parallel().attn_dcp_size > 1),
             ("a unified memory pool, whose slots are translated", runner.kv_index_translator.is_translating),
         ):
             if found:
                 raise NotImplementedError(f"imbrex does not have this in SGLang: {what}")
-        check_pool(runner.token_to_kv_pool)
+        pool = runner.token_to_kv_pool
+        check_pool(pool)
+        if runner.model_config.is_encoder_decoder and getattr(pool, "kv_cache_layout", None) == "hnd" and (runner.page_size or 1) > 1:
+            raise NotImplementedError("imbrex: expected --page-size 1 with kv_cache_layout hnd for an encoder-decoder model in SGLang")
 
     # Steps.
 
@@ -114,10 +128,9 @@ class Backend(AttentionBackend):
         step = self.forward_metadata
         if step is None:
             return
-        for key, kept in self._captured.items():
-            masked = dict(key)["custom_mask"]
-            if not masked or step.mask is not None:
-                self._update(kept, step, masked)
+        for kept in self._captured.values():
+            if not kept.plan.spec.custom_mask or step.drafts.mask is not None:
+                self._update(kept, step)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Does nothing: the captured kernels read the plans' memory."""
@@ -125,12 +138,19 @@ class Backend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         columns = -(-self.max_keys // self.page_size)
         self._graph_room = (max_bs, max_num_tokens)
-        self._graph_table = torch.zeros((max_bs, columns), dtype=torch.int32, device=self.device)
+        self._graph_table, self._graph_encoder_table = (torch.zeros((max_bs, columns), dtype=torch.int32, device=self.device) for _ in range(2))
         self._graph_mask = None
         self._captured = {}
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1  # a row of padding has one token, which is its own key, in slot 0
+
+    @property
+    def verify_mask(self) -> Any:
+        return asked_mask(self.device)
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: Optional[int]) -> None:
+        """Does nothing: SGLang's stream for plans waits for the drafts, so that the step was planned with their links."""
 
     def _begin(self, batch: Any, graph: bool) -> None:
         mode = batch.forward_mode
@@ -138,8 +158,6 @@ class Backend(AttentionBackend):
         if mode.is_idle():
             self.forward_metadata = None
             return
-        if batch.encoder_lens is not None:
-            raise NotImplementedError("imbrex does not have cross attention in SGLang, but encoder_lens is given")
         num_reqs = batch.batch_size
         query_lens, ahead = self._query_lens(batch, num_reqs)
         host = self._host_lens(batch, num_reqs, query_lens)
@@ -158,12 +176,16 @@ class Backend(AttentionBackend):
         known = getattr(batch, "max_seq_len_host", None)
         longest = int(lens.max()) if not on_device and num_reqs else self.max_keys if known is None else known + ahead
         out = self._graph_table if graph else None
-        table = block_table(self.req_to_token, batch.req_pool_indices[:num_reqs], min(longest, self.max_keys), self.page_size, out)
+        rows = batch.req_pool_indices[:num_reqs]
+        encoder = None if batch.encoder_lens is None else self._encoder(batch, rows, graph, on_device)
+        behind = None if encoder is None else batch.encoder_lens[:num_reqs]
+        table = block_table(self.req_to_token, rows, min(longest, self.max_keys), self.page_size, out, behind)
         looked_at = not (graph or on_device or mode.is_target_verify() or (mode.is_decode() and self.device_text != "cpu"))
         if self._slot_check is not None and looked_at:
             self._slot_check(table, starts, lens, batch.out_cache_loc)
-        mask = self._mask(batch, graph, None if on_device else lens, num_reqs, query_lens) if mode.is_target_verify() else None
-        self.forward_metadata = Step(self._num_steps, starts, lens, table, mask, num_tokens, graph, on_device)
+        drafts = self._drafts(batch, graph, None if on_device else lens) if mode.is_target_verify() else Drafts()
+        prompts = mode.is_extend() and not mode.is_target_verify()
+        self.forward_metadata = Step(self._num_steps, starts, lens, table, encoder, drafts, prompts, num_tokens, graph, on_device)
 
     def _query_lens(self, batch: Any, num_reqs: int) -> Tuple[Any, int]:
         """Query tokens of each request, as one number or int32 [requests], and how many of them seq_lens does not count."""
@@ -187,49 +209,46 @@ class Backend(AttentionBackend):
             return None
         return torch.as_tensor(lens, device="cpu")[:num_reqs].to(torch.int32)
 
-    def _mask(self, batch: Any, graph: bool, lens: Any, num_reqs: int, width: int) -> Optional[torch.Tensor]:
-        """The tree's mask as bytes: for each draft token its row over all keys. None where drafts are a chain, which is causal."""
-        info = batch.spec_info
-        given = info.custom_mask
-        breadth = getattr(info, "tree_topk", getattr(info, "topk", None))  # 1: a chain. That of DFlash has `topk` alone
-        if given is None or given.numel() == 0 or breadth == 1:
-            return None
-        given = given.reshape(-1).view(torch.uint8) if given.dtype == torch.bool else given.reshape(-1)
-        if lens is None:
-            mask, size = given, given.numel()
-        else:
-            size = width * int(lens.sum())
-            if self.device_text == "cpu" and given.numel() == num_reqs * width * width:  # rows over draft tokens alone
-                rows = given.view(num_reqs, width, width)
-                parts = [torch.cat([rows[r].new_ones(width, int(n) - width), rows[r]], 1).reshape(-1) for r, n in enumerate(lens)]
-                given = torch.cat(parts)
-            padding = width * getattr(batch, "num_padding", 0)
-            if given.numel() < size - padding * (width + 1):
-                raise _core.Error(f"imbrex: expected a custom_mask of {size} bytes, got {given.numel()}")
-            mask = given[:size]
-        if not graph:
-            return mask
+    def _encoder(self, batch: Any, rows: torch.Tensor, graph: bool, on_device: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Lengths and table of the encoder's tokens, which are in front of each request's own."""
+        lens = batch.encoder_lens[: rows.numel()].to(torch.int32)
+        longest = self.max_keys
+        if not on_device:
+            known = getattr(batch, "encoder_lens_cpu", None)  # not in a graph's batch, nor of padding
+            of_all = known is not None and len(known) == rows.numel()
+            lens = torch.as_tensor(known, dtype=torch.int32, device="cpu") if of_all else lens.cpu()
+            longest = int(lens.max()) if lens.numel() else 0
+        return lens, block_table(self.req_to_token, rows, longest, 1, self._graph_encoder_table if graph else None)
+
+    def _drafts(self, batch: Any, graph: bool, lens: Optional[torch.Tensor]) -> Drafts:
+        drafts = drafts_of(batch.spec_info, batch.batch_size, lens, getattr(batch, "num_padding", 0), graph, self.device)
+        if drafts.parents is not None and lens is not None:
+            return drafts._replace(parents=drafts.parents.cpu())
+        if drafts.mask is None or not graph:
+            return drafts
         if self._graph_mask is None:
-            room = self._graph_room[0] * width * (self.max_keys + width)
-            self._graph_mask = torch.ones(room, dtype=torch.uint8, device=self.device)
-        count = min(mask.numel(), self._graph_mask.numel())
-        self._graph_mask[:count].copy_(mask[:count])
-        return self._graph_mask if lens is None else self._graph_mask[:size]
+            width = batch.spec_info.draft_token_num
+            self._graph_mask = torch.ones(self._graph_room[0] * width * (self.max_keys + width), dtype=torch.uint8, device=self.device)
+        count = min(drafts.mask.numel(), self._graph_mask.numel())
+        self._graph_mask[:count].copy_(drafts.mask[:count])
+        return drafts._replace(mask=self._graph_mask if lens is None else self._graph_mask[:count])
 
     # Plans.
 
-    def _update(self, kept: Kept, step: Step, masked: bool) -> None:
+    def _update(self, kept: Kept, step: Step) -> None:
         if kept.batch != step.number:
             kept.batch = None
-            step.update(kept.plan, masked)
+            step.update(kept.plan)
             kept.batch = step.number
 
     def _plan(self, layer: Any, q: torch.Tensor, sinks: Any) -> Plan:
         step = self.forward_metadata
-        masked = step.mask is not None
-        if masked and layer.sliding_window_size > -1:
-            raise NotImplementedError("imbrex: expected no tree of draft tokens with a sliding window, whose positions are depths in the tree")
-        fields = self._spec_fields(layer, q, sinks is not None, masked)
+        if step.drafts.mask is not None and layer.sliding_window_size > -1:
+            raise NotImplementedError(
+                f"imbrex: expected a tree of at most {MOST_TREE_TOKENS} draft tokens, and the links between them, with a sliding window, whose "
+                "positions are depths in the tree, got a mask of all keys"
+            )
+        fields = self._spec_fields(layer, q, sinks is not None, step)
         key = tuple(fields.items())
         max_seq_len = self.max_keys + self.page_size
         if step.graph:
@@ -241,7 +260,7 @@ class Backend(AttentionBackend):
         else:
             needed = Limits(step.seq_lens.shape[0], step.num_tokens, max_seq_len)
             kept = self._eager.find(key, needed, lambda limits: self._make(layer, fields, limits, ordered=True))
-        self._update(kept, step, masked)
+        self._update(kept, step)
         return kept.plan
 
     def _make(self, layer: Any, fields: Dict[str, Any], limits: Limits, **options: Any) -> Plan:
@@ -252,10 +271,14 @@ class Backend(AttentionBackend):
         announce(logger, plan, f"layers like layer {layer.layer_id}", check)
         return plan
 
-    def _spec_fields(self, layer: Any, q: torch.Tensor, sinks: bool, masked: bool) -> Dict[str, Any]:
+    def _spec_fields(self, layer: Any, q: torch.Tensor, sinks: bool, step: Optional[Step] = None) -> Dict[str, Any]:
+        """step: None for the check of a layer's pages, which has none of the step's own."""
         kv_dtype = type_name(getattr(self.token_to_kv_pool, "full_kv_pool", self.token_to_kv_pool).dtype)
         latent, expanded = self._is_latent(layer), self._is_expanded(layer)
+        cross = step is not None and layer.is_cross_attention
+        drafts = Drafts() if step is None or cross else step.drafts
         return dict(
+            kind="encoder_decoder" if cross else "decoder",
             num_q_heads=layer.tp_q_head_num,
             num_kv_heads=layer.tp_k_head_num,
             head_dim_qk=layer.qk_head_dim,
@@ -264,11 +287,13 @@ class Backend(AttentionBackend):
             kv_dtype=type_name(q.dtype) if expanded else kv_dtype,
             kv_format="latent" if latent else "strided",
             block_size=0 if expanded else self.page_size,
-            window_left=layer.sliding_window_size,
+            **mask_fields(layer, step is not None and step.prompts, self.chunk),
             scale=float(layer.scaling),
             soft_cap=float(layer.logit_cap or 0),
             sinks=sinks,
-            custom_mask=masked,
+            score_mod="" if step is None else score_mod(layer, drafts),
+            custom_mask=drafts.mask is not None,
+            tree=drafts.tree,
         )
 
     # Layers.
@@ -303,7 +328,7 @@ class Backend(AttentionBackend):
         else:
             self._check(layer, q)
             if k is not None and save_kv_cache:
-                self._write(layer, KVWriteLoc.for_batch(forward_batch), k, v)
+                self._write(layer, KVWriteLoc.for_layer(forward_batch, layer), k, v)
             kv = kv_layer(self.token_to_kv_pool, layer, self.page_size)
         extras = {} if sinks is None else {"sinks": floats(sinks, q.device)}
         plan = self._plan(layer, q, sinks)
@@ -336,7 +361,7 @@ class Backend(AttentionBackend):
             return
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        pool, spec = self.token_to_kv_pool, _core.AttentionSpec(**self._spec_fields(layer, q, False, False))
+        pool, spec = self.token_to_kv_pool, _core.AttentionSpec(**self._spec_fields(layer, q, False))
         buffers = pool.get_kv_buffer(layer.layer_id)
 
         def write(plan: Plan, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
@@ -349,25 +374,7 @@ class Backend(AttentionBackend):
             write=write,
             rows=lambda slots: tuple(rows_of(x, slots, self.page_size) for x in buffers),
             extras={},
-            score=dict(scale=float(layer.scaling), soft_cap=float(layer.logit_cap or 0), window_left=layer.sliding_window_size),
+            score={name: getattr(spec, name) for name in ("scale", "soft_cap", "window_left", "chunk")},
         )
         check_pages([checked], self.device_text, self.settings)
         self._checked.add(layer.layer_id)
-
-
-def refuse_layer(layer: Any, batch: Any, kwargs: Dict[str, Any]) -> None:
-    """Raises NotImplementedError for a feature that a layer or its call needs and imbrex does not have here."""
-    for name, value in kwargs.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(f"imbrex: expected no {name} in SGLang, got one")
-    if layer.is_cross_attention:
-        raise NotImplementedError("imbrex does not have cross attention in SGLang")
-    if layer.attn_type != AttentionType.DECODER:
-        raise NotImplementedError(f"imbrex: expected attention of type decoder in SGLang, got {layer.attn_type.value}")
-    for name, plain in (("use_irope", False), ("xai_temperature_len", -1), ("pos_encoding_mode", "NONE")):
-        if getattr(layer, name) != plain:
-            raise NotImplementedError(f"imbrex: expected layers with {name} {plain} in SGLang, got {getattr(layer, name)}")
-    if layer.logit_cap and layer.logit_capping_method != "tanh":
-        raise NotImplementedError(f"imbrex: expected logit_capping_method tanh, got {layer.logit_capping_method}")
-    if batch.mha_return_lse:
-        raise NotImplementedError("imbrex: expected mha_return_lse False in SGLang, got True")

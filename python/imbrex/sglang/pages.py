@@ -100,9 +100,16 @@ class SlotCheck:
             )
 
 
-def block_table(req_to_token: torch.Tensor, rows: torch.Tensor, num_keys: int, page_size: int, out: Any = None) -> torch.Tensor:
-    """int32 [requests, pages] for num_keys keys each, of the token slots that requests have; into a part of `out` where that is given."""
-    table = req_to_token[:, : max(1, num_keys) : page_size].index_select(0, rows.long())
+def block_table(req_to_token: torch.Tensor, rows: torch.Tensor, num_keys: int, page_size: int, out: Any = None, behind: Any = None) -> torch.Tensor:
+    """int32 [requests, pages] for num_keys keys each, of the token slots that requests have; into a part of `out` where that is given.
+
+    behind: how many slots of each request, [requests], are not its keys' but in front of them; with pages of one token.
+    """
+    if behind is None:
+        table = req_to_token[:, : max(1, num_keys) : page_size].index_select(0, rows.long())
+    else:
+        columns = torch.arange(max(1, num_keys), device=rows.device) + behind.long()[:, None]
+        table = req_to_token[rows.long()[:, None], columns.clamp(max=req_to_token.shape[1] - 1)]
     if page_size > 1:
         table = table // page_size
     if out is None:

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from serving import Request, check, rounded
 
@@ -46,7 +47,8 @@ class Runner:
             48 * 16, page_size, stored, heads[1], heads[2], len(layers), device, v_head_dim, kv_cache_layout=layout
         )
         self.model_config = SimpleNamespace(is_encoder_decoder=False, context_len=256)
-        self.use_mla_backend = self.is_draft_worker = False
+        self.use_mla_backend = self.is_draft_worker = self.prompts = False
+        self.attention_chunk_size = None
         self.spec_algorithm = SimpleNamespace(is_speculative=lambda: speculative)
         self.kv_index_translator = Translator()
         for name, value in changes.items():
@@ -55,7 +57,9 @@ class Runner:
         for index, options in enumerate(layers):
             options = {**dict(num_heads=heads[0], head_dim=heads[2], scaling=heads[2] ** -0.5, num_kv_heads=heads[1]), **options}
             options.pop("sinks", None)
+            temperature = options.pop("xai_temperature_len", -1)  # models set it behind
             layer = RadixAttention(layer_id=index, v_head_dim=v_head_dim or -1, **options)
+            layer.xai_temperature_len = temperature
             if scales is not None:
                 layer.k_scale, layer.v_scale = (torch.tensor([x], device=device) for x in scales)
                 layer.k_scale_float, layer.v_scale_float = scales
@@ -143,8 +147,9 @@ class Runner:
             assert torch.equal(k, before[0]) and torch.equal(v, before[1])  # the model's own tensors
         return outputs
 
-    def step(self, scheduled, mode=None, pad_reqs=0, masks=None, **changes):
-        """Runs [(request, number of new tokens)] through every layer and checks every output. masks: [new, keys] of each request."""
+    def step(self, scheduled, mode=None, pad_reqs=0, masks=None, depths=None, **changes):
+        """Runs [(request, number of new tokens)] through every layer and checks every output. masks: [new, keys] of each request. depths: of
+        each request's new tokens in a tree, by which windows go."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         counts = [n for _, n in scheduled]
@@ -156,16 +161,25 @@ class Runner:
             batch, inputs = self.batch(mode, scheduled, pad_reqs, **changes), self.inputs(scheduled, pad_reqs)
             self.attn_backend.init_forward_metadata(batch)
             outputs = self.forward(batch, inputs)
+        self.prompts = mode.is_extend() and mode != ForwardMode.TARGET_VERIFY
         for index, (layer, out) in enumerate(zip(self.layers, outputs)):
-            self._check(index, layer, out.view(out.shape[0], layer.tp_q_head_num, layer.v_head_dim), inputs[index][0], scheduled, masks)
+            self._check(index, layer, out.view(out.shape[0], layer.tp_q_head_num, layer.v_head_dim), inputs[index][0], scheduled, masks, depths)
         for request, count in scheduled:
             request.computed += count
         self.num_steps += 1
 
-    def _check(self, index, layer, out, q, scheduled, masks):
+    def _check(self, index, layer, out, q, scheduled, masks, depths=None):
         options, at = self.options[index], 0
         for row, (request, count) in enumerate(scheduled):
             seen = request.computed + count
+            window, mask = options.get("sliding_window_size", -1), None if masks is None else masks[row]
+            if depths is not None and window >= 0:
+                position = np.concatenate([np.arange(request.computed), request.computed + np.asarray(depths[row])])
+                mask = mask & (position >= position[request.computed :, None] - window)
+                window = -1
+            kind, length = layer.attn_type.value, layer.xai_temperature_len
+            causal = kind == "decoder" or (kind == "decoder_bidirectional" and not self.prompts)
+            position = request.computed + np.arange(count)
             check(
                 out[at : at + count],
                 q[at : at + count],
@@ -173,18 +187,21 @@ class Runner:
                 rounded(request.values[index][:seen], self.kv_dtype, self.scales[1]),
                 self.dtype,
                 f"step {self.num_steps}, layer {index}, {request.name}",
-                causal=True,
+                causal=causal,
                 scale=layer.scaling,
-                window_left=options.get("sliding_window_size", -1),
+                window_left=window,
+                window_right=-1 if causal else window,
+                chunk=self.attention_chunk_size if layer.use_irope else 0,
+                temperature=np.where(position > length, np.log2(np.maximum(position, 1)) / np.log2(length), 1.0) if length > 1 else None,
                 soft_cap=options.get("logit_cap", 0.0),
                 sinks=None if options.get("sinks") is None else options["sinks"].float().cpu().numpy(),
-                mask=None if masks is None else masks[row],
+                mask=mask,
             )
             at += count
 
     # Graphs.
 
-    def capture(self, max_bs, mode=None, width=1, spec_info=None):
+    def capture(self, max_bs, mode=None, width=1, spec_info=None, encoder_lens=None):
         """As SGLang's runner: a batch of padding, metadata out of the graph, two runs to warm up, and the capture."""
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
@@ -201,6 +218,7 @@ class Runner:
         batch = ForwardBatch(
             mode, max_bs, None, buffers.rows, buffers.lens, buffers.slots, max_bs * fill, seq_lens_cpu=buffers.lens_cpu, spec_info=spec_info
         )
+        batch.encoder_lens = encoder_lens
         inputs = self.inputs([], tokens)
 
         def run():
@@ -240,7 +258,7 @@ class Runner:
             seq_lens=g.buffers.lens,
             seq_lens_cpu=None if live.seq_lens_cpu is None else g.buffers.lens_cpu,
             out_cache_loc=live.out_cache_loc,
-            encoder_lens=None,
+            encoder_lens=live.encoder_lens,
             spec_info=live.spec_info,
             num_padding=g.max_bs - count,
             max_seq_len_host=live.max_seq_len_host,
@@ -248,7 +266,8 @@ class Runner:
         inputs = self.inputs(scheduled, (g.max_bs - count) * g.width)
         for static, fresh in zip(g.inputs, inputs):
             for a, b in zip(static, fresh):
-                a.copy_(b)
+                if b is not None:
+                    a.copy_(b)
         self.attn_backend.init_forward_metadata_out_graph(view)
         if g.graph is None:  # a CPU has no graphs: the same launches again
             return g.run(), inputs
@@ -289,23 +308,48 @@ def idle(runner):
 
 
 class VerifyInput:
-    """As EagleVerifyInput: a mask of all keys for each draft token, request after request."""
+    """As EagleVerifyInput: links between the tokens of trees [requests, width], and a mask. Without trees it has no links, as other
+    plug-ins' may, and a mask of all keys for each draft token, request after request."""
 
-    def __init__(self, width, mask, topk=4):
+    def __init__(self, width, mask=None, topk=4, trees=None, device="cpu"):
         self.draft_token_num, self.custom_mask, self.tree_topk = width, mask, topk
+        if trees is not None:
+            self.retrieve_next_token, self.retrieve_next_sibling = links_of(trees, device)
+            self.custom_mask = torch.ones(len(trees) * width * width, dtype=torch.bool, device=device)  # not to be read
 
 
-def tree(width, generator):
-    """Which draft tokens are ancestors of which, the token itself included: random parents."""
-    seen = torch.eye(width, dtype=torch.bool)
-    for i in range(1, width):
-        seen[i] |= seen[int(torch.randint(0, i, (1,), generator=generator))]
+def links_of(trees, device):
+    """As SGLang's kernel makes them of parents [requests, width], 0 for the first token: each token's first child and next sibling, or -1."""
+    child, sibling = (torch.full((len(trees), len(trees[0])), -1) for _ in range(2))
+    for r, parents in enumerate(trees):
+        for token in range(len(parents) - 1, 0, -1):
+            sibling[r, token] = child[r, parents[token]]
+            child[r, parents[token]] = token
+    return child.to(device), sibling.to(device)
+
+
+def random_trees(count, width, seed=3):
+    """Parents [count, width] of each token, 0 of the first."""
+    generator = torch.Generator().manual_seed(seed)
+    return [[0] + [int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, width)] for _ in range(count)]
+
+
+def seen_in(parents):
+    """Which tokens of a tree are ancestors of which, the token itself included."""
+    seen = torch.eye(len(parents), dtype=torch.bool)
+    for i in range(1, len(parents)):
+        seen[i] |= seen[parents[i]]
     return seen
 
 
-def masks_of(requests, width, device, tail=0):
-    generator = torch.Generator().manual_seed(3)
-    rows = [torch.cat([torch.ones(width, r.computed, dtype=torch.bool), tree(width, generator)], 1) for r in requests]
+def depths_of(trees):
+    return [(seen_in(parents).sum(1) - 1).numpy() for parents in trees]
+
+
+def masks_of(requests, width, device, tail=0, trees=None):
+    """For each request, and flat as SGLang has them, with `tail` bytes behind."""
+    trees = trees or random_trees(len(requests), width)
+    rows = [torch.cat([torch.ones(width, r.computed, dtype=torch.bool), seen_in(parents)], 1) for r, parents in zip(requests, trees)]
     flat = torch.cat([m.reshape(-1) for m in rows] + [torch.ones(tail, dtype=torch.bool)])
     return [m.numpy() for m in rows], flat.to(device)
 

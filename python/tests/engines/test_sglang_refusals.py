@@ -20,7 +20,6 @@ PLAIN = [{}, {}]
     "changes, message",
     [
         (dict(is_draft_worker=True), "a draft worker"),
-        (dict(model_config=SimpleNamespace(is_encoder_decoder=True)), "an encoder-decoder model"),
         (dict(kv_index_translator=SimpleNamespace(is_translating=True)), "a unified memory pool"),
     ],
 )
@@ -45,26 +44,10 @@ def test_pools_that_are_refused(sglang):
         Runner("cpu", PLAIN)
 
 
-def bidirectional():
-    from sglang.srt.layers.radix_attention import AttentionType
-
-    return AttentionType.DECODER_BIDIRECTIONAL
-
-
-def encoder_only():
-    from sglang.srt.layers.radix_attention import AttentionType
-
-    return AttentionType.ENCODER_ONLY
-
-
 @pytest.mark.parametrize(
     "name, value, message",
     [
-        ("is_cross_attention", True, "cross attention"),
-        ("attn_type", encoder_only, "expected attention of type decoder in SGLang, got encoder_only"),
-        ("attn_type", bidirectional, "got decoder_bidirectional"),
-        ("use_irope", True, "use_irope False in SGLang, got True"),
-        ("xai_temperature_len", 1024, "xai_temperature_len -1 in SGLang, got 1024"),
+        ("is_cross_attention", True, "expected encoder_lens with layers of cross attention"),
         ("pos_encoding_mode", "ALIBI", "pos_encoding_mode NONE in SGLang, got ALIBI"),
     ],
 )
@@ -110,12 +93,11 @@ def test_steps_that_are_refused(sglang):
     refused("DRAFT_EXTEND_V2", ForwardMode.DRAFT_EXTEND_V2)
     refused("PREBUILT", ForwardMode.PREBUILT)
     refused("decoding of draft tokens", ForwardMode.DECODE, spec_info=VerifyInput(1, None))
-    refused("encoder_lens", ForwardMode.DECODE, encoder_lens=torch.ones(1))
     backend.init_cuda_graph_state(2, 2)
     with pytest.raises(NotImplementedError, match="CUDA graph of decoding or verification in SGLang, got EXTEND"):
         backend.init_forward_metadata_out_graph(runner.batch(ForwardMode.EXTEND, [(requests[0], 1)]), in_capture=True)
     masks, flat = masks_of(requests, 4, "cpu")
-    with pytest.raises(NotImplementedError, match="tree of draft tokens with a sliding window"):
+    with pytest.raises(NotImplementedError, match="got a mask of all keys"):
         runner.step([(r, 4) for r in requests], mode=ForwardMode.TARGET_VERIFY, spec_info=VerifyInput(4, flat))
 
 
@@ -152,6 +134,26 @@ def server_args(architecture, prefill, decode):
     hf_config = SimpleNamespace(architectures=[architecture])
     backends = dict(attention_backend=None, prefill_attention_backend=prefill, decode_attention_backend=decode)
     return SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config), **backends)
+
+
+def test_llama4_may_have_imbrex(sglang):
+    """Its list is another one, of what the resolved arguments have."""
+    from sglang.srt.arg_groups import model_hook
+    from sglang.srt.arg_groups.resolution_hooks import run_hook
+
+    import imbrex.sglang
+
+    args = server_args("Llama4ForConditionalGeneration", None, None)
+    args.attention_backend = "imbrex"
+    plain = model_hook.resolved_view
+    with pytest.raises(AssertionError, match="required for Llama4 model but got imbrex"):
+        run_hook(model_hook.handle_model_specific_adjustments, args)
+    imbrex.sglang.register()
+    run_hook(model_hook.handle_model_specific_adjustments, args)
+    assert args.attention_backend == "imbrex" and model_hook.resolved_view is plain
+    args.attention_backend = "flashinfer"
+    with pytest.raises(AssertionError, match="required for Llama4 model but got flashinfer"):
+        run_hook(model_hook.handle_model_specific_adjustments, args)
 
 
 def test_gpt_oss_may_have_imbrex(sglang):

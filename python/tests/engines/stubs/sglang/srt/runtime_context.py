@@ -16,3 +16,10 @@ _exec = SimpleNamespace(
 
 def get_exec():
     return _exec
+
+
+_spec = SimpleNamespace(speculative_num_draft_tokens=None)
+
+
+def get_spec():
+    return _spec

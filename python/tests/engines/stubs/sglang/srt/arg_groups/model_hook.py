@@ -2,6 +2,10 @@ def attention_backends_of(config):
     return config.prefill_attention_backend or config.attention_backend, config.decode_attention_backend or config.attention_backend
 
 
+def resolved_view(server_args):
+    return server_args
+
+
 def model_config_of(server_args):
     return server_args.model_config
 
@@ -15,3 +19,7 @@ def handle_model_specific_adjustments(server_args):
     if architecture in supported:
         prefill, decode = attention_backends_of(server_args)
         assert prefill in supported[architecture] and decode in supported[architecture], f"{architecture} requires one of {supported[architecture]}"
+    if architecture in ("Llama4ForConditionalGeneration", "Llama4ForCausalLM"):
+        backend = resolved_view(server_args).attention_backend
+        assert backend in {"fa3", "aiter", "triton"}, f"fa3, aiter, triton is required for Llama4 model but got {backend}"
+        assert resolved_view(server_args).decode_attention_backend is None

@@ -26,6 +26,12 @@ class KVWriteLoc:
     def for_batch(cls, forward_batch, *, swa_loc=None, full_loc=None):
         return cls(forward_batch.out_cache_loc, swa_loc, full_loc, physical=forward_batch.out_cache_loc_is_physical)
 
+    @classmethod
+    def for_layer(cls, forward_batch, layer, *, swa_loc=None, full_loc=None):
+        if layer.is_cross_attention:
+            return cls(forward_batch.encoder_out_cache_loc, swa_loc, full_loc)
+        return cls.for_batch(forward_batch, swa_loc=swa_loc, full_loc=full_loc)
+
 
 class KVCache:
     pass

@@ -53,6 +53,8 @@ class ForwardBatch:
     seq_lens_sum: Optional[int]
     out_cache_loc_is_physical: bool = False
     encoder_lens: Optional[torch.Tensor] = None
+    encoder_out_cache_loc: Optional[torch.Tensor] = None
+    encoder_lens_cpu: Optional[List[int]] = None
     seq_lens_cpu: Optional[torch.Tensor] = None
     spec_info: Any = None
     positions: Optional[torch.Tensor] = None

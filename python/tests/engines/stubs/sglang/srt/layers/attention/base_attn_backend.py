@@ -46,6 +46,9 @@ class AttentionBackend(ABC):
     def verify_mask(self):
         return None
 
+    def update_verify_buffers_to_fill_after_draft(self, spec_info, cuda_graph_bs):
+        raise NotImplementedError
+
     def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         mode = forward_batch.forward_mode
         if mode.is_idle():
