@@ -62,6 +62,7 @@ AttentionParams Plan::params(const AttentionInputs& in, const KvCache& kv, const
   a.block_start = m.device(arrays_.block_start);
   if (spec_.mask.custom) {
     a.custom_mask = arrays.custom_mask;
+    a.mask_is_packed = arrays.mask_is_packed;
     a.custom_start = m.device(arrays_.custom_start);
     a.mask_bits = gpu::array_in(scratch.data.get(), scratch_.mask_bits),
     a.seen_tiles = gpu::array_in(scratch.data.get(), scratch_.seen_tiles);
