@@ -344,17 +344,14 @@ const std::vector<BadBatch>& bad_batches() {
       {"batch.packed_mask.size", Form::dense,
        [](S s) { s.use_packed_mask(), s.batch.mask_indptr = s.mask_indptr, s.batch.packed_mask.sizes[0] = 30; }},
       {"batch.mask_indptr.unexpected", Form::masked, [](S s) { s.batch.mask_indptr = s.mask_indptr; }},
-      {"batch.mask_indptr.size", Form::dense,
-       [](S s) { s.use_packed_mask(), s.batch.mask_indptr = std::span(s.mask_indptr).first(4); }},
-      {"batch.mask_indptr.start", Form::dense, [](S s) { s.use_packed_mask(), s.mask_indptr[0] = -1, s.batch.mask_indptr = s.mask_indptr; }},
+      {"batch.mask_indptr.size", Form::dense, [](S s) { s.use_packed_mask(), s.batch.mask_indptr = std::span(s.mask_indptr).first(4); }},
+      {"batch.mask_indptr.start", Form::dense,
+       [](S s) { s.use_packed_mask(), s.mask_indptr[0] = -1, s.batch.mask_indptr = s.mask_indptr; }},
       {"batch.mask_indptr.room", Form::dense, [](S s) { s.use_packed_mask(), s.mask_indptr[1] = 21, s.batch.mask_indptr = s.mask_indptr; }},
       {"batch.mask_indptr.room", Form::dense, [](S s) { s.use_packed_mask(), s.mask_indptr[2] = 25, s.batch.mask_indptr = s.mask_indptr; }},
       {"batch.mask_indptr.room", Form::dense,
        [](S s) { s.use_packed_mask(), s.mask_indptr[4] = INT32_MIN, s.batch.mask_indptr = s.mask_indptr; }},
-      {"batch.device", Form::dense,
-       [](S s) {
-         s.use_packed_mask(), s.batch.packed_mask.device = {DeviceType::cuda, 0};
-       }},
+      {"batch.device", Form::dense, [](S s) { s.use_packed_mask(), s.batch.packed_mask.device = {DeviceType::cuda, 0}; }},
       // Positions
       {"batch.positions.unexpected", Form::dense, [](S s) { s.batch.positions = s.seq_lens; }},
       {"batch.positions.size", Form::dense, [](S s) { s.spec.mask.positions = true; }},

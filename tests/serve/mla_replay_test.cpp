@@ -167,9 +167,7 @@ struct ChainsForTrees final : BackendOf<MlaFamily> {
 TEST(MlaReplay, NoticesTreesThatAreComputedAsChains) {
   ReplayOptions options = small_options();
   options.drafts = {.tokens = 4, .tree = true};
-  const auto code = [&] {
-    return test::error_code([&] { replay(tiny_mla_model(kTinyMla, 1), tree_trace(4, 16, 20, 12, 1), options); });
-  };
+  const auto code = [&] { return test::error_code([&] { replay(tiny_mla_model(kTinyMla, 1), tree_trace(4, 16, 20, 12, 1), options); }); };
   EXPECT_EQ(code(), "nothing thrown");
   register_backend<MlaFamily>(std::make_shared<ChainsForTrees>());
   EXPECT_EQ(code(), "replay.verify");
