@@ -27,7 +27,7 @@ struct Batch {
   TensorView kv_start_loc;      // ragged (block_size 0): i32 [num_reqs + 1]; request r's keys are rows [r], [r+1) of k and v
 
   TensorView slot_mapping;  // i64 [num_tokens]: block * block_size + offset where the token's k, v go; -1: do not write
-  TensorView custom_mask;   // u8 [sum of q_len * seq_len], rows in order; only with Mask::custom
+  TensorView custom_mask;   // u8 [sum of q_len * seq_len], rows in order; only with Mask::custom, as packed_mask
 
   // [>= num_tokens], on the host: position of each query among its request's keys, 0 to kMostPosition, in any order; only with
   // Mask::positions. Mask and position bias go by it. Rows of the custom mask are those of queries in their order all the same.
@@ -51,6 +51,11 @@ struct Batch {
   // kMostTreeTokens tokens, a prompt say, has to be a chain
   std::span<const int32_t> draft_parents;
 
+  // The custom mask with a bit in place of a byte, the lowest of a byte first (FlashInfer: packed_custom_mask), u8: each request's rows, in
+  // order and without a gap, begin with a byte of their own, behind those of the request in front or at the byte that mask_indptr has.
+  TensorView packed_mask;
+  std::span<const int32_t> mask_indptr;  // [num_reqs + 1], on the host: where a request's bytes begin, and end at most. Empty: they follow
+
   int num_reqs() const { return int(seq_lens.size()); }
   int num_tokens() const { return query_start_loc.empty() ? 0 : query_start_loc.back(); }
   int query_len(int r) const { return query_start_loc[r + 1] - query_start_loc[r]; }
@@ -69,6 +74,7 @@ struct DeviceBatch {
   TensorView positions;  // i32 [>= max_num_tokens], contiguous, as in Batch. One that is out of range counts as the nearest that is not
   TensorView state_slots, num_drafts, accepted_drafts;  // i32 [num_reqs], contiguous; the last two may be empty, as in Batch
   TensorView source_slots, draft_parents;  // i32 [num_reqs] and [>= max_num_tokens], contiguous; both may be empty, as in Batch
+  TensorView packed_mask;  // u8, in place of custom_mask: each request's bytes follow those of the one in front. It may be longer, too
   int max_num_tokens = 0;  // a bound of query_start_loc.back(), known to the host; 0: PlanLimits::max_num_tokens. The tensors of
                            // write_kv() and run(), and slot_mapping, have this many tokens
 

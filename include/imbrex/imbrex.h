@@ -163,8 +163,7 @@ typedef struct {
 IMBREX_API void imbrex_short_conv_fields_init(imbrex_short_conv_fields*, size_t struct_size);
 IMBREX_API imbrex_status imbrex_spec_create_short_conv(const imbrex_short_conv_fields*, imbrex_spec** out);
 
-/* A layer of another family, multi-head latent attention (mla.h). What a layer calls is imbrex_plan_write_latents() and
- * imbrex_plan_run_mla(). */
+/* Another family, multi-head latent attention (mla.h). A layer calls imbrex_plan_write_latents() and imbrex_plan_run_mla(). */
 typedef struct {
   size_t struct_size;
   int32_t num_heads, kv_lora_rank, qk_nope_dim, qk_rope_dim, v_dim;                         /* the last four: 512, 128, 64, 128 */
@@ -172,8 +171,8 @@ typedef struct {
   int32_t block_size;                                                                       /* 16 */
   int32_t causal, window_left, window_right, chunk, chunk_lookback, custom_mask, positions; /* as in imbrex_spec_fields */
   float scale;                                                                              /* 0: 1 / sqrt(qk_nope_dim + qk_rope_dim) */
-  int32_t sinks;                                                                            /* 0; 1: imbrex_mla_inputs has them */
-  int32_t absorbed; /* 0; 1: queries and outputs are in latent space */
+  int32_t sinks, absorbed;            /* 0; 1: imbrex_mla_inputs has sinks; 1: queries and outputs are in latent space */
+  int32_t reserved, tree, reserved_2; /* not read; 0; 1: queries are trees of drafts; not read */
 } imbrex_mla_fields;
 IMBREX_API void imbrex_mla_fields_init(imbrex_mla_fields*, size_t struct_size);
 IMBREX_API imbrex_status imbrex_spec_create_mla(const imbrex_mla_fields*, imbrex_spec** out);
@@ -292,17 +291,17 @@ typedef struct {
   const imbrex_tensor* slot_mapping; /* i64 [>= num_tokens]: block * block_size + offset, -1: not written; for imbrex_plan_write_kv() */
   const imbrex_tensor* custom_mask;  /* u8 [sum of q_len * seq_len] */
   /* For layers that keep a state of each request: [num_reqs], host. NULL where not used. */
-  const int32_t* state_slots;     /* where the request's state is */
-  const int32_t* num_drafts;      /* of the step's tokens, the last so many may be taken back by the next step; NULL: none */
-  const int32_t* accepted_drafts; /* the last draft of the request's step before that was kept, counted from 1; NULL: none */
-  const int32_t* positions;       /* [num_tokens], host: of queries among their request's keys; NULL: aligned at the bottom right */
+  const int32_t *state_slots, *num_drafts; /* the state's place; of the step's tokens the last that may be taken back, NULL: none */
+  const int32_t* accepted_drafts;          /* the last draft of the request's step before that was kept, counted from 1; NULL: none */
+  const int32_t* positions; /* [num_tokens], host: of queries among their request's keys; NULL: aligned at the bottom right */
   const int32_t *source_slots, *draft_parents; /* [num_reqs], NULL: state_slots; [num_tokens], NULL: chains (batch.h) */
   imbrex_named_tensors mask_tensors;           /* that the mask_mod reads, host, until the next update */
+  const imbrex_tensor* packed_mask;            /* u8, in place of custom_mask: bits (batch.h); NULL where not used */
+  const int32_t* mask_indptr; /* [num_reqs + 1], host: bytes of packed_mask where requests begin; NULL: one after the other */
 } imbrex_batch;
 IMBREX_API void imbrex_batch_init(imbrex_batch*, size_t struct_size);
 
-/* One scheduler step whose lengths an engine's kernels have left in device memory. All arrays are there; each means what it does in
- * imbrex_batch. */
+/* A step whose lengths an engine's kernels have left in device memory, where all arrays are. They mean what they do in imbrex_batch. */
 typedef struct {
   size_t struct_size;
   int32_t max_num_tokens;                          /* what the host knows of query_start_loc's last; 0: the plan's limit */
@@ -310,6 +309,7 @@ typedef struct {
   const imbrex_tensor *block_table, *kv_indptr, *kv_indices, *kv_start_loc, *slot_mapping, *custom_mask;
   const imbrex_tensor *state_slots, *num_drafts, *accepted_drafts; /* i32 [num_reqs], as in imbrex_batch */
   const imbrex_tensor *positions, *source_slots, *draft_parents;   /* i32 [>= max_num_tokens], [num_reqs], [>= max_num_tokens] */
+  const imbrex_tensor* packed_mask;                                /* u8: one request after the other */
 } imbrex_device_batch;
 IMBREX_API void imbrex_device_batch_init(imbrex_device_batch*, size_t struct_size);
 

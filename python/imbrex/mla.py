@@ -62,6 +62,10 @@ class MlaPlan:
         slot_mapping: Optional[Array] = None,
         custom_mask: Optional[Array] = None,
         positions: Optional[Array] = None,
+        draft_parents: Optional[Array] = None,
+        num_drafts: Optional[Array] = None,
+        packed_mask: Optional[Array] = None,
+        mask_indptr: Optional[Array] = None,
         stream: Any = None,
     ) -> None:
         """One scheduler step, in the arrays of Plan.update()."""
@@ -75,6 +79,10 @@ class MlaPlan:
             slot_mapping=exported(slot_mapping),
             custom_mask=exported(custom_mask),
             positions=exported(positions),
+            draft_parents=exported(draft_parents),
+            num_drafts=exported(num_drafts),
+            packed_mask=exported(packed_mask),
+            mask_indptr=exported(mask_indptr),
             stream=stream_address(stream, anchor, self._gpu),
         )
 
@@ -90,6 +98,9 @@ class MlaPlan:
         slot_mapping: Optional[Array] = None,
         custom_mask: Optional[Array] = None,
         positions: Optional[Array] = None,
+        draft_parents: Optional[Array] = None,
+        num_drafts: Optional[Array] = None,
+        packed_mask: Optional[Array] = None,
         stream: Any = None,
     ) -> None:
         """One scheduler step whose lengths are on the GPU, as Plan.update_on_device().
@@ -107,6 +118,9 @@ class MlaPlan:
             slot_mapping=exported(slot_mapping),
             custom_mask=exported(custom_mask),
             positions=exported(positions),
+            draft_parents=exported(draft_parents),
+            num_drafts=exported(num_drafts),
+            packed_mask=exported(packed_mask),
             stream=self._stream,
         )
 

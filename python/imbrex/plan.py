@@ -190,6 +190,8 @@ class Plan:
         draft_parents: Optional[Array] = None,
         num_drafts: Optional[Array] = None,
         mask_tensors: Optional[Mapping[str, Array]] = None,
+        packed_mask: Optional[Array] = None,
+        mask_indptr: Optional[Array] = None,
         stream: Any = None,
     ) -> None:
         """One scheduler step.
@@ -201,7 +203,9 @@ class Plan:
         [num_tokens], on the host, for a spec with positions=True: where each query stands among its request's keys. draft_parents int32
         [num_tokens], on the host, for a spec with tree=True: the token of its request that each follows, counted from 0, or -1; without it, a
         chain. With num_drafts int32 [num_reqs] that of a request's last tokens alone. mask_tensors are those
-        that the spec's mask_mod reads, by name, on the host: int32, float32, or uint8 for bool.
+        that the spec's mask_mod reads, by name, on the host: int32, float32, or uint8 for bool. packed_mask uint8, in place of custom_mask, has
+        a bit for each (query, key), the lowest of a byte first; a request's bits begin with a byte of their own, behind those of the one in
+        front or, with mask_indptr int32 [num_reqs + 1] on the host, at the byte that it has.
         """
         anchor = next((a for a in (block_table, kv_indices, kv_start_loc, slot_mapping) if a is not None), query_start_loc)
         self._plan.update(
@@ -218,6 +222,8 @@ class Plan:
             draft_parents=exported(draft_parents),
             num_drafts=exported(num_drafts),
             mask_tensors=_exported_by_name(mask_tensors),
+            packed_mask=exported(packed_mask),
+            mask_indptr=exported(mask_indptr),
             stream=stream_address(stream, anchor, self._gpu),
         )
 
@@ -236,6 +242,7 @@ class Plan:
         positions: Optional[Array] = None,
         draft_parents: Optional[Array] = None,
         num_drafts: Optional[Array] = None,
+        packed_mask: Optional[Array] = None,
         stream: Any = None,
     ) -> None:
         """One scheduler step whose lengths are on the GPU: a kernel plans it there, the host waits for nothing, and a graph may hold the call.
@@ -257,6 +264,7 @@ class Plan:
             positions=exported(positions),
             draft_parents=exported(draft_parents),
             num_drafts=exported(num_drafts),
+            packed_mask=exported(packed_mask),
             stream=self._stream,
         )
 

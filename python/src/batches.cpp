@@ -36,7 +36,7 @@ class GivenBatch {
       if (const auto list = lists_.find(name); list != lists_.end()) {
         batch.*list->second = host_numbers(array, list->first.c_str());
       } else if (const auto tensor = tensors_.find(name); tensor != tensors_.end()) {
-        const DType type = name == "slot_mapping" ? DType::i64 : name == "custom_mask" ? DType::u8 : DType::i32;
+        const DType type = name == "slot_mapping" ? DType::i64 : name.ends_with("_mask") ? DType::u8 : DType::i32;
         batch.*tensor->second = view_of(array, tensor->first.c_str(), type);
       } else {
         throw nb::type_error(("expected an array of a batch, got " + name).c_str());
@@ -63,14 +63,13 @@ class GivenBatch {
 
  private:
   static inline const std::map<std::string, std::span<const int32_t> Batch::*> lists_ = {
-      {"query_start_loc", &Batch::query_start_loc}, {"seq_lens", &Batch::seq_lens},          {"positions", &Batch::positions},
-      {"state_slots", &Batch::state_slots},         {"num_drafts", &Batch::num_drafts},      {"accepted_drafts", &Batch::accepted_drafts},
-      {"source_slots", &Batch::source_slots},       {"draft_parents", &Batch::draft_parents}};
+      {"query_start_loc", &Batch::query_start_loc}, {"seq_lens", &Batch::seq_lens},           {"positions", &Batch::positions},
+      {"state_slots", &Batch::state_slots},         {"num_drafts", &Batch::num_drafts},       {"accepted_drafts", &Batch::accepted_drafts},
+      {"source_slots", &Batch::source_slots},       {"draft_parents", &Batch::draft_parents}, {"mask_indptr", &Batch::mask_indptr}};
   static inline const std::map<std::string, TensorView Batch::*> tensors_ = {
-      {"block_table", &Batch::block_table},   {"kv_indptr", &Batch::kv_indptr},
-      {"kv_indices", &Batch::kv_indices},     {"kv_last_page_len", &Batch::kv_last_page_len},
-      {"kv_start_loc", &Batch::kv_start_loc}, {"slot_mapping", &Batch::slot_mapping},
-      {"custom_mask", &Batch::custom_mask}};
+      {"block_table", &Batch::block_table},           {"kv_indptr", &Batch::kv_indptr},       {"kv_indices", &Batch::kv_indices},
+      {"kv_last_page_len", &Batch::kv_last_page_len}, {"kv_start_loc", &Batch::kv_start_loc}, {"slot_mapping", &Batch::slot_mapping},
+      {"custom_mask", &Batch::custom_mask},           {"packed_mask", &Batch::packed_mask}};
   std::vector<Array> held_;
 };
 

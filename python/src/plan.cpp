@@ -160,7 +160,7 @@ void bind_plan_class(nb::module_& m) {
              const OptionalArray& kv_indptr, const OptionalArray& kv_indices, const OptionalArray& kv_last_page_len,
              const OptionalArray& kv_start_loc, const OptionalArray& slot_mapping, const OptionalArray& custom_mask,
              const OptionalArray& positions, const OptionalArray& draft_parents, const OptionalArray& num_drafts,
-             const NamedArrays& mask_tensors, uintptr_t stream) {
+             const NamedArrays& mask_tensors, const OptionalArray& packed_mask, const OptionalArray& mask_indptr, uintptr_t stream) {
             Batch batch;
             const std::vector<NamedTensor> named = named_views(mask_tensors);
             batch.mask_tensors = named;
@@ -173,24 +173,26 @@ void bind_plan_class(nb::module_& m) {
             batch.kv_start_loc = view_of(kv_start_loc, "kv_start_loc", DType::i32);
             batch.slot_mapping = view_of(slot_mapping, "slot_mapping", DType::i64);
             batch.custom_mask = view_of(custom_mask, "custom_mask", DType::u8);
+            batch.packed_mask = view_of(packed_mask, "packed_mask", DType::u8);
+            if (mask_indptr) batch.mask_indptr = host_numbers(*mask_indptr, "mask_indptr");
             if (positions) batch.positions = host_numbers(*positions, "positions");
             if (draft_parents) batch.draft_parents = host_numbers(*draft_parents, "draft_parents");
             if (num_drafts) batch.num_drafts = host_numbers(*num_drafts, "num_drafts");
             p.use(stream, [&](AttentionPlan& plan, Stream on) { plan.update(batch, on); });
-            p.hold({&block_table, &kv_indptr, &kv_indices, &kv_last_page_len, &kv_start_loc, &slot_mapping, &custom_mask});
+            p.hold({&block_table, &kv_indptr, &kv_indices, &kv_last_page_len, &kv_start_loc, &slot_mapping, &custom_mask, &packed_mask});
             for (const auto& [name, array] : mask_tensors) p.state->held.push_back(array);
           },
           nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("block_table") = nb::none(), nb::arg("kv_indptr") = nb::none(),
           nb::arg("kv_indices") = nb::none(), nb::arg("kv_last_page_len") = nb::none(), nb::arg("kv_start_loc") = nb::none(),
           nb::arg("slot_mapping") = nb::none(), nb::arg("custom_mask") = nb::none(), nb::arg("positions") = nb::none(),
           nb::arg("draft_parents") = nb::none(), nb::arg("num_drafts") = nb::none(), nb::arg("mask_tensors") = NamedArrays(),
-          nb::arg("stream") = 0)
+          nb::arg("packed_mask") = nb::none(), nb::arg("mask_indptr") = nb::none(), nb::arg("stream") = 0)
       .def(
           "update_on_device",
           [](PyPlan& p, const Array& query_start_loc, const Array& seq_lens, int max_num_tokens, const OptionalArray& block_table,
              const OptionalArray& kv_indptr, const OptionalArray& kv_indices, const OptionalArray& kv_start_loc,
              const OptionalArray& slot_mapping, const OptionalArray& custom_mask, const OptionalArray& positions,
-             const OptionalArray& draft_parents, const OptionalArray& num_drafts, uintptr_t stream) {
+             const OptionalArray& draft_parents, const OptionalArray& num_drafts, const OptionalArray& packed_mask, uintptr_t stream) {
             DeviceBatch batch;
             batch.query_start_loc = view_of(query_start_loc, "query_start_loc", DType::i32);
             batch.seq_lens = view_of(seq_lens, "seq_lens", DType::i32);
@@ -200,18 +202,20 @@ void bind_plan_class(nb::module_& m) {
             batch.kv_start_loc = view_of(kv_start_loc, "kv_start_loc", DType::i32);
             batch.slot_mapping = view_of(slot_mapping, "slot_mapping", DType::i64);
             batch.custom_mask = view_of(custom_mask, "custom_mask", DType::u8);
+            batch.packed_mask = view_of(packed_mask, "packed_mask", DType::u8);
             batch.positions = view_of(positions, "positions", DType::i32);
             batch.draft_parents = view_of(draft_parents, "draft_parents", DType::i32);
             batch.num_drafts = view_of(num_drafts, "num_drafts", DType::i32);
             batch.max_num_tokens = max_num_tokens;
             p.use(stream, [&](AttentionPlan& plan, Stream on) { plan.update_on_device(batch, on); });
             p.hold({&block_table, &kv_indptr, &kv_indices, &kv_start_loc, &slot_mapping, &custom_mask, &positions, &draft_parents,
-                    &num_drafts});
+                    &num_drafts, &packed_mask});
           },
           nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("max_num_tokens") = 0, nb::arg("block_table") = nb::none(),
           nb::arg("kv_indptr") = nb::none(), nb::arg("kv_indices") = nb::none(), nb::arg("kv_start_loc") = nb::none(),
           nb::arg("slot_mapping") = nb::none(), nb::arg("custom_mask") = nb::none(), nb::arg("positions") = nb::none(),
-          nb::arg("draft_parents") = nb::none(), nb::arg("num_drafts") = nb::none(), nb::arg("stream") = 0)
+          nb::arg("draft_parents") = nb::none(), nb::arg("num_drafts") = nb::none(), nb::arg("packed_mask") = nb::none(),
+          nb::arg("stream") = 0)
       .def(
           "device_problems",
           [](PyPlan& p, uintptr_t stream) {

@@ -285,7 +285,7 @@ def test_limits_are_errors():
         prefill.plan(small.qo_indptr, *small.arrays("cpu"), 4, 2, 64, 4, custom_mask=flat(small.masks()), **types)
     masked, _ = prefill_wrapper("cpu", 3, masked=True)
     long = Batch(3, [40, 1, 1], [50, 1, 1])
-    with pytest.raises(ValueError, match="expected at most 1600 bits"):
+    with pytest.raises(ValueError, match="expected at most 200 bytes"):
         masked.plan(long.qo_indptr, *long.arrays("cpu"), 4, 2, 64, 4, custom_mask=flat(long.masks()), **types)
 
 

@@ -13,6 +13,7 @@ struct imbrex_derived_batch {
     const auto list = [](std::span<const int32_t> of) { return of.empty() ? nullptr : of.data(); };
     block_table.set(b.block_table), kv_indptr.set(b.kv_indptr), kv_indices.set(b.kv_indices), kv_last_page_len.set(b.kv_last_page_len);
     kv_start_loc.set(b.kv_start_loc), slot_mapping.set(b.slot_mapping), custom_mask.set(b.custom_mask);
+    packed_mask.set(b.packed_mask);
     batch = {.struct_size = sizeof batch,
              .num_reqs = b.num_reqs(),
              .query_start_loc = list(b.query_start_loc),
@@ -29,10 +30,12 @@ struct imbrex_derived_batch {
              .accepted_drafts = list(b.accepted_drafts),
              .positions = list(b.positions),
              .source_slots = list(b.source_slots),
-             .draft_parents = list(b.draft_parents)};
+             .draft_parents = list(b.draft_parents),
+             .packed_mask = packed_mask.get(),
+             .mask_indptr = list(b.mask_indptr)};
   }
   DerivedBatch derived;
-  CTensor block_table, kv_indptr, kv_indices, kv_last_page_len, kv_start_loc, slot_mapping, custom_mask;
+  CTensor block_table, kv_indptr, kv_indices, kv_last_page_len, kv_start_loc, slot_mapping, custom_mask, packed_mask;
   imbrex_batch batch{};
 };
 

@@ -1,7 +1,9 @@
 // Backends of attention from outside of the library.
 #include "api/outside.h"
+#include "attention/packed_mask.h"
 #include "attention/plan_checks.h"
 #include "attention/spec_fields.h"
+#include "core/tensor_format.h"
 
 namespace imbrex::api {
 namespace {
@@ -12,8 +14,12 @@ class OutsideAttentionPlan final : public OutsidePlan<AttentionFamily> {
  public:
   using OutsidePlan::OutsidePlan;
 
-  void update(const Batch& batch, Stream stream) override {
-    if (validate_) validate(batch, spec_, limits_, -1);
+  void update(const Batch& given, Stream stream) override {
+    if (validate_) validate(given, spec_, limits_, -1);
+    check(given.packed_mask.device.type == DeviceType::cpu, "api.packed_mask",
+          "expected a custom mask of bytes, which a backend from outside reads, or bits in host memory, got {}", given.packed_mask);
+    std::vector<uint8_t>& bytes = mask_bytes_[size_t(which_)];
+    const Batch batch = with_mask_bytes(given, bytes);
     const CTensor table(batch.block_table), indptr(batch.kv_indptr), indices(batch.kv_indices), last(batch.kv_last_page_len),
         start(batch.kv_start_loc), slots(batch.slot_mapping), mask(batch.custom_mask);
     const imbrex_batch b{.struct_size = sizeof b,
@@ -32,6 +38,7 @@ class OutsideAttentionPlan final : public OutsidePlan<AttentionFamily> {
                          .draft_parents = data_of(batch.draft_parents)};
     const BatchReach reach = reach_of(batch, spec_, validate_);
     functions_->must(functions_->update(plan_, &b, stream), "update");
+    which_ = 1 - which_;
     num_tokens_ = batch.num_tokens();
     slots_ = batch.slot_mapping;
     reach_ = reach;
@@ -64,6 +71,8 @@ class OutsideAttentionPlan final : public OutsidePlan<AttentionFamily> {
 
  private:
   int num_tokens_ = 0;
+  std::vector<uint8_t> mask_bytes_[2];  // of a packed mask, of the step and of the one that an update makes
+  int which_ = 0;
   TensorView slots_;
   BatchReach reach_;
 };

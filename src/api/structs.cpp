@@ -264,6 +264,7 @@ void take_tables(const Given& b, To& batch) {
   batch.kv_start_loc = view_of(b.kv_start_loc, "kv_start_loc");
   batch.slot_mapping = view_of(b.slot_mapping, "slot_mapping");
   batch.custom_mask = view_of(b.custom_mask, "custom_mask");
+  batch.packed_mask = view_of(b.packed_mask, "packed_mask");
 }
 
 }  // namespace
@@ -288,6 +289,7 @@ Batch batch_of(const imbrex_batch* pointer, std::vector<NamedTensor>& mask_tenso
   };
   batch.positions = of_tokens(b.positions);
   batch.draft_parents = of_tokens(b.draft_parents);
+  if (b.mask_indptr != nullptr) batch.mask_indptr = {b.mask_indptr, reqs + 1};
   take_tables(b, batch);
   batch.mask_tensors = mask_tensors = named_tensors_of(b.mask_tensors, "mask_tensors");
   return batch;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attention/draft_tree.h"
+#include "attention/packed_mask.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
 #include "core/tensor_layout.h"
@@ -173,12 +174,16 @@ void validate_custom_mask(const Batch& batch, const AttentionSpec& spec) {
   const TensorView& mask = batch.custom_mask;
   if (!spec.mask.custom) {
     if (!mask.empty()) fail("batch.custom_mask.unexpected", "custom_mask given for a spec whose mask is {}", spec.mask.str());
+    if (!batch.packed_mask.empty() || !batch.mask_indptr.empty())
+      fail("batch.packed_mask.unexpected", "packed_mask or mask_indptr given for a spec whose mask is {}", spec.mask.str());
     return;
   }
+  check_packed_mask(batch);
+  if (!batch.packed_mask.empty()) return;
   int64_t bytes = 0;  // sum of products below 2^62 each; the token limit keeps the sum in range
   for (int r = 0; r < batch.num_reqs(); ++r) bytes += int64_t(batch.query_len(r)) * batch.seq_lens[r];
   if (mask.empty()) {
-    check(bytes == 0, "batch.custom_mask.missing", "the spec has a custom mask, expected u8[{}]", bytes);
+    check(bytes == 0, "batch.custom_mask.missing", "the spec has a custom mask, expected u8[{}], or a packed one", bytes);
     return;
   }
   check_array(mask, DType::u8, 1, {"batch.custom_mask.dtype", "batch.custom_mask.rank", "batch.custom_mask.stride"});
@@ -214,6 +219,7 @@ void validate_memory(const Batch& batch) {
   look_at(batch.kv_start_loc, "kv_start_loc");
   look_at(batch.slot_mapping, "slot_mapping");
   look_at(batch.custom_mask, "custom_mask");
+  look_at(batch.packed_mask, "packed_mask");
 }
 
 }  // namespace

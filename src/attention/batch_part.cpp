@@ -1,6 +1,8 @@
 // See batch_part.h.
 #include "attention/batch_part.h"
 
+#include "attention/packed_mask.h"
+
 namespace imbrex {
 namespace {
 
@@ -50,6 +52,7 @@ Batch batch_of(const Batch& batch, BatchPart& part) {
     result.slot_mapping = TensorView::contiguous(part.slots.data(), DType::i64, {part.num_tokens});
   }
   if (!batch.custom_mask.empty()) result.custom_mask = custom_mask_of(batch, part);
+  if (!batch.packed_mask.empty()) result.mask_indptr = mask_indptr_of(batch, part.mask_indptr);
   result.positions = of_tokens(batch.positions, part, part.positions);
   result.draft_parents = of_tokens(batch.draft_parents, part, part.draft_parents);
   return result;

@@ -18,6 +18,7 @@ struct BatchPart {
   std::vector<int64_t> slots;                     // slot_mapping of this part's tokens, when gathered
   std::vector<uint8_t> custom_mask;               // likewise
   std::vector<int32_t> positions, draft_parents;  // likewise
+  std::vector<int32_t> mask_indptr;               // of a packed mask, which a part keeps whole
 
   bool contiguous() const { return ranges.size() == 1; }
 };

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "attention/draft_tree.h"
+#include "attention/packed_mask.h"
 #include "attention/token_rows.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
@@ -18,7 +19,7 @@ bool in_host_memory(const TensorView& t) { return t.device.type == DeviceType::c
 // What a part has of its own.
 struct Memory {
   std::vector<int32_t> query_start_loc, seq_lens, kv_indptr, kv_start_loc, positions;
-  std::vector<int32_t> num_drafts, accepted_drafts, source_slots, draft_parents;
+  std::vector<int32_t> num_drafts, accepted_drafts, source_slots, draft_parents, mask_indptr;
   std::vector<int64_t> slots;
   std::vector<uint8_t> custom_mask;
 };
@@ -75,6 +76,7 @@ void check_batch(const Batch& batch, PartKeys keys) {
   check_rows(batch.slot_mapping, DType::i64, 1, tokens, "batch.slot_mapping.size", "slot_mapping");
   check_rows(batch.custom_mask, DType::u8, 1, batch.custom_mask.empty() ? 0 : mask_bytes(batch, int(reqs)), "batch.custom_mask.size",
              "custom_mask");
+  check_packed_mask(batch);
   check_list(batch.state_slots, "state_slots", size_t(reqs));
   check_list(batch.num_drafts, "num_drafts", size_t(reqs));
   check_list(batch.accepted_drafts, "accepted_drafts", size_t(reqs));
@@ -133,8 +135,9 @@ class Part {
   const Kept& kept(int r) const { return kept_[size_t(r - first_)]; }
   bool together() const { return ranges_.size() <= 1; }  // the tokens follow one another
   int num_tokens() const { return part_.num_tokens(); }
-  std::span<const int32_t> requests_of(std::span<const int32_t> list) const {
-    return list.empty() ? list : list.subspan(size_t(first_), num_reqs());
+  // `more`: entries behind that of the last request.
+  std::span<const int32_t> requests_of(std::span<const int32_t> list, size_t more = 0) const {
+    return list.empty() ? list : list.subspan(size_t(first_), num_reqs() + more);
   }
   std::span<const int32_t> tokens_of(std::span<const int32_t> list) const {
     return has_padding_ ? list.subspan(size_t(first_token_)) : list.subspan(size_t(first_token_), size_t(num_tokens()));
@@ -249,8 +252,33 @@ class Part {
     part_.slot_mapping = TensorView::contiguous(memory_->slots.data(), DType::i64, {num_tokens()});
   }
 
+  // Requests that are whole keep their bits where they are; of others, rows become bytes.
+  void take_packed_mask() {
+    bool all_whole = !shortened_;
+    for (int r = first_; r < last_; ++r) all_whole = all_whole && (kept(r).count == 0 || kept(r).count == whole_.query_len(r));
+    if (all_whole) {
+      part_.mask_indptr = requests_of(mask_indptr_of(whole_, memory_->mask_indptr), 1);
+      return;
+    }
+    check_gatherable(whole_.packed_mask, "packed_mask");
+    std::vector<long> starts;
+    find_mask_starts(whole_, starts);
+    std::vector<uint8_t>& rows = memory_->custom_mask;
+    int r = first_;
+    for_tokens([&](int t) {
+      while (t >= end_of(r)) ++r;
+      const size_t at = rows.size(), kept_width = size_t(part_.seq_lens[size_t(r - first_)]);
+      rows.resize(at + kept_width);
+      unpack_bits(whole_.packed_mask.as<const uint8_t>(), starts[size_t(r)] + long(t - begin_of(r)) * whole_.seq_lens[size_t(r)],
+                  long(kept_width), rows.data() + at);
+    });
+    part_.packed_mask = {}, part_.mask_indptr = {};
+    if (!rows.empty()) part_.custom_mask = TensorView::contiguous(rows.data(), DType::u8, {int64_t(rows.size())});
+  }
+
   void take_custom_mask() {
     const TensorView& mask = whole_.custom_mask;
+    if (!whole_.packed_mask.empty()) take_packed_mask();
     if (mask.empty()) return;
     const bool is_view = together() && !shortened_;
     int64_t row = mask_bytes(whole_, first_), begin = row, end = row;

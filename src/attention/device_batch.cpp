@@ -38,7 +38,9 @@ Batch arrays_of(const DeviceBatch& batch, const AttentionSpec& spec, const PlanL
   check_lengths(batch, limits);
   const int64_t reqs = batch.num_reqs();
   const int tokens = max_tokens(batch, limits);
-  const TensorView &slots = batch.slot_mapping, &mask = batch.custom_mask;
+  const bool packed = !batch.packed_mask.empty();
+  const TensorView &slots = batch.slot_mapping, &mask = packed ? batch.packed_mask : batch.custom_mask;
+  const char* const mask_name = packed ? "packed_mask" : "custom_mask";
   Batch arrays{.query_start_loc = zeros.first(size_t(reqs) + 1),
                .seq_lens = zeros.first(size_t(reqs)),
                .block_table = batch.block_table,
@@ -50,11 +52,15 @@ Batch arrays_of(const DeviceBatch& batch, const AttentionSpec& spec, const PlanL
                .custom_mask = {}};
   validate(arrays, spec, limits, -1);
   check(slots.empty() || slots.size(0) >= tokens, "batch.slot_mapping.size", "expected {} entries, got {}", tokens, slots);
-  check(spec.mask.custom != mask.empty(), mask.empty() ? "batch.custom_mask.missing" : "batch.custom_mask.unexpected",
-        "the spec's mask is {}, custom_mask is {}", spec.mask.str(), mask);
+  check(!packed || batch.custom_mask.empty(), "batch.packed_mask.ambiguous", "expected a custom_mask or a packed_mask, got both");
+  check(spec.mask.custom != mask.empty(),
+        mask.empty() ? "batch.custom_mask.missing"
+        : packed     ? "batch.packed_mask.unexpected"
+                     : "batch.custom_mask.unexpected",
+        "the spec's mask is {}, {} is {}", spec.mask.str(), mask_name, mask);
   check(mask.empty() || (mask.dtype == DType::u8 && mask.rank == 1 && (mask.size(0) <= 1 || mask.stride(0) == 1)),
-        "batch.custom_mask.dtype", "expected contiguous u8[sum of q_len * seq_len], got {}", mask);
-  arrays.custom_mask = mask;
+        packed ? "batch.packed_mask.dtype" : "batch.custom_mask.dtype", "{}: expected contiguous u8 bytes, got {}", mask_name, mask);
+  (packed ? arrays.packed_mask : arrays.custom_mask) = mask;
   check_positions(spec, batch.positions, tokens);
   check_trees(spec, batch, tokens);
   const auto on_device = [&](const TensorView& t, const char* name) { check_memory(t, name, "update.device", device); };
@@ -65,7 +71,7 @@ Batch arrays_of(const DeviceBatch& batch, const AttentionSpec& spec, const PlanL
   on_device(batch.kv_indices, "kv_indices");
   on_device(batch.kv_start_loc, "kv_start_loc");
   on_device(slots, "slot_mapping");
-  on_device(mask, "custom_mask");
+  on_device(mask, mask_name);
   on_device(batch.positions, "positions");
   on_device(batch.draft_parents, "draft_parents");
   if (!batch.draft_parents.empty()) on_device(batch.num_drafts, "num_drafts");

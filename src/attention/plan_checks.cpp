@@ -80,6 +80,7 @@ void check_on_host(const Batch& batch) {
   check_memory(batch.kv_start_loc, "kv_start_loc", code, {});
   check_memory(batch.slot_mapping, "slot_mapping", code, {});
   check_memory(batch.custom_mask, "custom_mask", code, {});
+  check_memory(batch.packed_mask, "packed_mask", code, {});
 }
 
 std::vector<Reason> refuse_expressions(const AttentionSpec& spec) {

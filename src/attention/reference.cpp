@@ -6,12 +6,13 @@
 #include <limits>
 #include <optional>
 
-#include "attention/draft_tree.h"
 #include "attention/key_source.h"
 #include "attention/kv_codec.h"
 #include "attention/mask.h"
+#include "attention/packed_mask.h"
 #include "attention/plan_checks.h"
 #include "attention/position_bias.h"
+#include "attention/reference_tree.h"
 #include "attention/step_plan.h"
 #include "core/check.h"
 #include "core/float_types.h"
@@ -51,20 +52,12 @@ class ReferencePlan final : public StepPlan {
     next.seq_lens.assign(batch.seq_lens.begin(), batch.seq_lens.end());
     next.batch = batch;
     next.positions.assign(batch.positions.begin(), batch.positions.end());
-    next.parents.clear(), next.depths.clear();
-    for (int r = 0; spec_.mask.tree && r < batch.num_reqs(); ++r)
-      for (int t = 0; t < batch.query_len(r); ++t) {
-        const int parent = parent_of(batch, r, t);
-        next.parents.push_back(parent);
-        next.depths.push_back(parent < 0 ? 0 : next.depths[size_t(batch.query_start_loc[r]) + size_t(parent)] + 1);
-      }
+    if (spec_.mask.tree) next.tree.set(batch);
     next.batch.query_start_loc = next.query_start_loc;
     next.batch.seq_lens = next.seq_lens;
     next.batch.positions = next.positions;
     find_keys(batch, next.keys);
-    next.mask_start.assign(1, 0);
-    for (int r = 0; r < batch.num_reqs(); ++r)
-      next.mask_start.push_back(next.mask_start[r] + int64_t(batch.query_len(r)) * batch.seq_lens[r]);
+    if (spec_.mask.custom) find_mask_starts(batch, next.mask_start);
     next.mask_mod.reset();
     if (!spec_.mask_mod.empty()) next.mask_mod.emplace(spec_.mask_mod, batch.mask_tensors);
     next.reach = reach_of(batch, spec_, true);  // whoever vouches for the batch
@@ -107,11 +100,11 @@ class ReferencePlan final : public StepPlan {
  private:
   struct Step {
     std::vector<int32_t> query_start_loc{0}, seq_lens, positions;
-    std::vector<int32_t> parents, depths;  // of all query tokens, where they are trees
+    ReferenceTree tree;  // of a spec whose queries are trees
     Batch batch;
     KeySource keys;
     BatchReach reach;
-    std::vector<int64_t> mask_start;          // first byte of each request's custom mask
+    std::vector<long> mask_start;             // of each request, where it has a custom mask
     std::optional<BoundExpression> mask_mod;  // whose tensors are the caller's
   };
 
@@ -131,19 +124,10 @@ class ReferencePlan final : public StepPlan {
     return {.block = keys.ids_of(r)[j / spec_.block_size], .offset = j % spec_.block_size, .head = head};
   }
 
-  // Whether query number `above` of request `r` is on the way from query number `query` to its root, or that query itself.
-  bool is_above(int r, int64_t above, int64_t query) const {
-    const Step& step = steps_.now();
-    const int first = step.query_start_loc[r];
-    if (step.depths[size_t(first) + size_t(query)] == query) return above <= query;  // all in front of it are
-    while (query > above) query = step.parents[size_t(first) + size_t(query)];
-    return query == above;
-  }
-
   // Of query number `query` of request `r`.
   int64_t position_of(int r, int64_t query) const {
     const Batch& batch = steps_.now().batch;
-    if (spec_.mask.tree) return batch.context_len(r) + steps_.now().depths[size_t(batch.query_start_loc[r]) + size_t(query)];
+    if (spec_.mask.tree) return batch.context_len(r) + steps_.now().tree.depth(r, query);
     return spec_.mask.positions ? batch.positions[size_t(batch.query_start_loc[r] + query)] : batch.context_len(r) + query;
   }
 
@@ -162,12 +146,10 @@ class ReferencePlan final : public StepPlan {
   bool visible(int r, int q_head, int64_t query, int64_t position, int64_t j) const {
     const Step& step = steps_.now();
     const int64_t context = step.batch.context_len(r);
-    if (spec_.mask.tree && j >= context && !is_above(r, j - context, query)) return false;
+    if (spec_.mask.tree && j >= context && !step.tree.is_above(r, j - context, query)) return false;
     if (!mask_allows(spec_.mask, position, position_of_key(r, j))) return false;
     if (step.mask_mod && !step.mask_mod->evaluate(place_of_expression(r, q_head, position, j)).boolean()) return false;
-    if (!spec_.mask.custom) return true;
-    const TensorView& custom = step.batch.custom_mask;
-    return custom.as<uint8_t>()[(step.mask_start[r] + query * step.batch.seq_lens[r] + j) * custom.stride(0)] != 0;
+    return !spec_.mask.custom || mask_shows(step.batch, step.mask_start[r] + query * step.batch.seq_lens[r] + j);
   }
 
   // The logit of one query and key, from their dot product to the position bias.

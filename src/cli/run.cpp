@@ -113,7 +113,7 @@ void add_run(CLI::App& app, Action& action) {
   sub->add_option("--rate-scale", r.rate_scale, "2: requests come twice as fast")->check(CLI::PositiveNumber)->capture_default_str();
   sub->add_option("--spec-tokens", r.drafts.tokens, "Speculative decoding: N drafts behind each token (0: none)")
       ->check(CLI::Range(0, serve::kMostDrafts));
-  sub->add_flag("--spec-tree", r.drafts.tree, "Drafts are a tree instead of a chain (not for latent attention)");
+  sub->add_flag("--spec-tree", r.drafts.tree, "Drafts are a tree instead of a chain");
   sub->add_option("--spec-acceptance", o->spec_acceptance, "Chance of a draft to be kept behind one that is")->capture_default_str();
   sub->add_flag("--no-prefix-sharing", o->no_prefix_sharing, "Do not look for shared prefixes, and keep no states behind them");
   sub->add_flag("--skip-too-long", r.skip_too_long, "Leave out requests that the cache could never hold, instead of an error");

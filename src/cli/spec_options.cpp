@@ -118,7 +118,10 @@ std::vector<Named<LayerSpec>> specs_of(const SpecOptions& o) {
   std::vector<Named<LayerSpec>> specs;
   for (const auto& kind : model->kinds()) {
     const std::vector<int> numbers = model->numbers_of(kind.layers);
-    specs.push_back({fmt::format("{} {}", numbers.size() == 1 ? "layer" : "layers", format_ranges(numbers)), numbers, kind.spec});
+    LayerSpec spec = kind.spec;
+    if (auto* const attention = std::get_if<AttentionSpec>(&spec)) attention->mask.tree = o.spec.mask.tree;
+    if (auto* const latent = std::get_if<MlaSpec>(&spec)) latent->mask.tree = o.spec.mask.tree;
+    specs.push_back({fmt::format("{} {}", numbers.size() == 1 ? "layer" : "layers", format_ranges(numbers)), numbers, spec});
   }
   return specs;
 }

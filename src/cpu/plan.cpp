@@ -9,6 +9,7 @@
 #include "attention/kv_codec.h"
 #include "attention/mask.h"
 #include "attention/mask_stretches.h"
+#include "attention/packed_mask.h"
 #include "attention/position_bias.h"
 #include "core/check.h"
 #include "core/tensor_layout.h"
@@ -53,11 +54,11 @@ Plan::Plan(std::string_view backend, const Kernels& kernels, const AttentionSpec
   if (spec.score.relative_buckets > 0) bias_by_distance_.resize(size_t(spec.num_q_heads) * relative_bias_width(spec.score));
 }
 
-void Plan::prepare(const Batch& batch, Stream) {
-  if (options_.validate) validate(batch, spec_, options_.limits, -1);
-  check_on_host(batch);
-  const int num_reqs = batch.num_reqs();
+void Plan::prepare(const Batch& given, Stream) {
+  if (options_.validate) validate(given, spec_, options_.limits, -1);
+  check_on_host(given);
   Step& next = steps_.spare();
+  const Batch batch = with_mask_bytes(given, next.mask_bytes);
   next.query_start.assign(batch.query_start_loc.begin(), batch.query_start_loc.end());
   next.seq_lens.assign(batch.seq_lens.begin(), batch.seq_lens.end());
   next.num_tokens = batch.num_tokens();
@@ -65,14 +66,7 @@ void Plan::prepare(const Batch& batch, Stream) {
   next.custom_mask = batch.custom_mask;
   if (spec_.mask.positions) next.positions.assign(batch.positions.begin(), batch.positions.end());
   find_keys(batch, next.keys);
-  if (spec_.mask.custom) {
-    next.custom_start.resize(num_reqs);
-    long start = 0;
-    for (int r = 0; r < num_reqs; ++r) {
-      next.custom_start[r] = start;
-      start += long(batch.query_len(r)) * batch.seq_lens[r];
-    }
-  }
+  if (spec_.mask.custom) find_mask_starts(batch, next.custom_start);
   next.reach = reach_of(batch, spec_, options_.validate);
   schedule(batch, spec_.mask, policy_, next.schedule);
   if (spec_.block_size > 0 && spec_.mask_mod.empty())

@@ -44,6 +44,7 @@ class Plan final : public StepPlan {
     KeySource keys;
     std::vector<long> custom_start;
     TensorView slot_mapping, custom_mask;
+    std::vector<uint8_t> mask_bytes;  // of a packed mask
     TreeTails trees;
     MaskTiles mask_tiles;
   };

@@ -143,12 +143,12 @@ struct PlanBatchParams {
   const int* positions_from;              // the caller's [max_tokens]; null: not given
   // Of trees of drafts the caller's [max_tokens] and [num_reqs]; null: each token follows the one in front of it; all tokens are drafts.
   const int *parents_from, *num_drafts_from;
-  long kv_stride, kv_entries;   // dense: elements between rows, columns; otherwise 0, entries that kv_starts may point at
-  long entry_keys, mask_bytes;  // keys of a block, or 1; bytes of the custom mask
+  long kv_stride, kv_entries;  // dense: elements between rows, columns; otherwise 0, entries that kv_starts may point at
+  long entry_keys, mask_size;  // keys of a block, or 1; bytes of the custom mask or, where it is packed, bits
   int num_reqs, max_tokens, min_query_len, max_query_len, max_seq_len;  // as PlanLimits has the last three
   int num_kv_heads;
   int most_position;  // one that is beyond it, or negative, counts as the nearest that is not
-  bool queries_are_keys;
+  bool queries_are_keys, mask_is_packed;
   // The plan's arrays, as in AttentionParams; custom_start, positions and those of trees may be null.
   int *query_start, *seq_lens;  // seq_lens: -1 for a request that is left out
   long *block_start, *custom_start;
@@ -228,7 +228,7 @@ struct AttentionParams {
   const int* block_ids;              // block b of request r is block_ids[block_start[r] + b]; null when ragged
   const long* block_start;           // [num_reqs]; ragged: the request's first row
   const unsigned char* custom_mask;  // or null
-  const long* custom_start;          // [num_reqs]: where the request's bytes begin
+  const long* custom_start;          // [num_reqs]: the number of the request's first byte or, where the mask is packed, bit
   // The custom masks as pack_mask.cu packs them for prefill with wgmma, and the number of words for a token and, of each kind, for an item:
   // attention_sm90_mask.cuh.
   unsigned *mask_bits, *seen_tiles;
@@ -256,6 +256,7 @@ struct AttentionParams {
   // The lists (work, counts, merges, query_start, seq_lens, block_start) were on the device before the kernel in front began: they may be
   // read in front of griddep_wait().
   bool lists_are_there;
+  bool mask_is_packed;      // custom_mask has a bit for each query and key, the lowest of a byte first
   bool may_be_idle;         // the lists are there, and the launch may have no work
   bool keys_are_there;      // the lists and the keys of earlier steps are there: tiles of these may be loaded in front of griddep_wait()
   bool beside, next_waits;  // begin_launch() in attention_item.cuh

@@ -23,7 +23,6 @@ inline float short_quotient(float a, float b) { return __fdividef(a, b); }
 inline float magnitude(float a) { return fabsf(a); }
 inline float with_sign_of(float a, float sign) { return copysignf(a, sign); }
 #else
-inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float power_of_two(float a) { return exp(a * 0.693147181f); }
 inline float short_log(float a) { return log(a); }
 inline float short_quotient(float a, float b) { return a / b; }

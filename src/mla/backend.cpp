@@ -36,7 +36,6 @@ bool expands(const MlaSpec& spec, const MlaHardware& hardware) { return !spec.ab
 }  // namespace
 
 std::vector<Reason> MlaCompositeBackend::unsupported(const MlaSpec& spec, const DeviceInfo& device) const {
-  if (spec.mask.tree) return {{"spec.mask.tree", "no tree of drafts", spec.mask.str()}};
   std::vector<Reason> reasons = latent_.unsupported(spec.latent_spec(), device);
   if (!reasons.empty() || spec.absorbed) return reasons;
   reasons = hardware_.refusals(spec, device);
@@ -49,6 +48,7 @@ MlaParts MlaCompositeBackend::attention_parts(const MlaSpec& spec, const DeviceI
   MlaParts parts{
       .name = std::string(name()), .hardware = &hardware_, .latent = &latent_, .expanded = nullptr, .products = nullptr, .rates = rates_};
   if (expands(spec, hardware_)) parts.expanded = expanded_of(spec, hardware_, device).backend;
+  if (spec.mask.tree && rates_.latent_of_trees > 0) parts.rates.latent = rates_.latent_of_trees;
   return parts;
 }
 

@@ -10,6 +10,7 @@
 #include <span>
 
 #include "attention/batch_part.h"
+#include "attention/packed_mask.h"
 #include "attention/split_plan.h"
 #include "attention/step_plan.h"
 #include "core/run_parallel.h"
@@ -53,9 +54,10 @@ class CompositePlan final : public MlaPlan {
     member_.limits.min_query_len = 0;
   }
 
-  void update(const Batch& batch, Stream stream) override {
-    if (options_.validate) validate(batch, latent_spec_, options_.limits, -1);
-    check_on_host(batch);
+  void update(const Batch& given, Stream stream) override {
+    if (options_.validate) validate(given, latent_spec_, options_.limits, -1);
+    check_on_host(given);
+    const Batch batch = with_mask_bytes(given, steps_.spare().mask_bytes);
     check(batch.num_tokens() <= options_.limits.max_num_tokens, "update.limits", "expected at most {} tokens, got {}",
           options_.limits.max_num_tokens, batch.num_tokens());
     Step& next = steps_.spare();
@@ -120,6 +122,7 @@ class CompositePlan final : public MlaPlan {
     BatchReach reach;
     KeySource keys;
     std::vector<int> query_start_loc;
+    std::vector<uint8_t> mask_bytes;  // of a packed mask
     MlaWays ways;
     BatchPart latent;
     std::vector<MlaRound> rounds;  // the first num_rounds

@@ -11,6 +11,8 @@
 #include "attention/key_source.h"
 #include "attention/kv_codec.h"
 #include "attention/mask.h"
+#include "attention/packed_mask.h"
+#include "attention/reference_tree.h"
 #include "attention/step_plan.h"
 #include "core/check.h"
 #include "core/float_types.h"
@@ -33,6 +35,8 @@ class MlaReference final : public MlaPlan {
     next.query_start_loc.assign(batch.query_start_loc.begin(), batch.query_start_loc.end());
     next.seq_lens.assign(batch.seq_lens.begin(), batch.seq_lens.end());
     next.positions.assign(batch.positions.begin(), batch.positions.end());
+    if (spec_.mask.tree) next.tree.set(batch);
+    if (spec_.mask.custom) find_mask_starts(batch, next.mask_start);
     next.batch = batch;
     next.batch.query_start_loc = next.query_start_loc;
     next.batch.seq_lens = next.seq_lens;
@@ -51,17 +55,13 @@ class MlaReference final : public MlaPlan {
   void run(const MlaInputs& in, const MlaOutputs& out, Stream) const override {
     const Batch& batch = steps_.now().batch;
     check_run(spec_, {}, in, out, batch.num_tokens(), steps_.now().reach);
-    int64_t mask_start = 0;
     for (int r = 0; r < batch.num_reqs(); ++r) {
-      const int64_t q_len = batch.query_len(r), keys = batch.seq_lens[r];
-      if (q_len > 0) {
-        const Rows latents = latents_of(in.kv, r);
-        for (int h = 0; h < spec_.num_heads; ++h) {
-          const Head head = spec_.absorbed ? Head{latents, first_elements(latents, spec_.kv_lora_rank)} : expand(in.kv_b, h, latents);
-          for (int64_t i = 0; i < q_len; ++i) attend(in, out, head, r, i, h, mask_start + i * keys);
-        }
+      if (batch.query_len(r) == 0) continue;
+      const Rows latents = latents_of(in.kv, r);
+      for (int h = 0; h < spec_.num_heads; ++h) {
+        const Head head = spec_.absorbed ? Head{latents, first_elements(latents, spec_.kv_lora_rank)} : expand(in.kv_b, h, latents);
+        for (int64_t i = 0; i < batch.query_len(r); ++i) attend(in, out, head, r, i, h);
       }
-      mask_start += q_len * keys;
     }
   }
 
@@ -72,6 +72,8 @@ class MlaReference final : public MlaPlan {
  private:
   struct Step {
     std::vector<int32_t> query_start_loc{0}, seq_lens, positions;
+    ReferenceTree tree;            // of a spec whose queries are trees
+    std::vector<long> mask_start;  // of each request, where it has a custom mask
     Batch batch;
     KeySource keys;
     BatchReach reach;
@@ -121,17 +123,31 @@ class MlaReference final : public MlaPlan {
     return head;
   }
 
-  // Query number i of request r, one head. `mask_row` is the first byte of the query's row in the custom mask.
-  void attend(const MlaInputs& in, const MlaOutputs& out, const Head& head, int r, int64_t i, int h, int64_t mask_row) const {
+  // Of query number i of request r.
+  int64_t position_of(int r, int64_t i) const {
+    const Step& step = steps_.now();
+    if (spec_.mask.positions) return step.positions[size_t(step.query_start_loc[size_t(r)] + i)];
+    return step.batch.context_len(r) + (spec_.mask.tree ? step.tree.depth(r, i) : i);
+  }
+
+  // Whether query number i of request r, at such a position, sees key j. Under a tree the key of a query has that query's position.
+  bool sees(int r, int64_t i, int64_t position, int64_t j) const {
+    const Step& step = steps_.now();
+    const int64_t keys = step.batch.seq_lens[r], of_step = j - step.batch.context_len(r);
+    if (spec_.mask.custom && !mask_shows(step.batch, step.mask_start[size_t(r)] + i * keys + j)) return false;
+    if (!spec_.mask.tree || of_step < 0) return mask_allows(spec_.mask, position, j);
+    return step.tree.is_above(r, of_step, i) && mask_allows(spec_.mask, position, position_of(r, of_step));
+  }
+
+  // Query number i of request r, one head.
+  void attend(const MlaInputs& in, const MlaOutputs& out, const Head& head, int r, int64_t i, int h) const {
     const Batch& batch = steps_.now().batch;
     const int64_t token = batch.query_start_loc[r] + i;
-    const int64_t position = spec_.mask.positions ? batch.positions[size_t(token)] : batch.context_len(r) + i;
+    const int64_t position = position_of(r, i);
     std::vector<std::pair<int64_t, double>> seen;  // keys and their logits, then their weights
     double maximum = -kUnbounded;
     for (int64_t j = 0; j < head.keys.count; ++j) {
-      if (!mask_allows(spec_.mask, position, j)) continue;
-      const TensorView& custom = batch.custom_mask;
-      if (spec_.mask.custom && custom.as<uint8_t>()[(mask_row + j) * custom.stride(0)] == 0) continue;
+      if (!sees(r, i, position, j)) continue;
       double dot = 0;
       for (int64_t d = 0; d < head.keys.dim; ++d)
         dot +=
@@ -167,8 +183,7 @@ class MlaReferenceBackend final : public BackendOf<MlaFamily> {
  public:
   std::string_view name() const override { return "reference"; }
   std::string_view description() const override { return "double precision, plain loops, every feature: the law the others are tested by"; }
-  std::vector<Reason> unsupported(const MlaSpec& spec, const DeviceInfo& device) const override {
-    if (spec.mask.tree) return {{"spec.mask.tree", "no tree of drafts", spec.mask.str()}};
+  std::vector<Reason> unsupported(const MlaSpec&, const DeviceInfo& device) const override {
     if (device.device.type == DeviceType::cpu) return {};
     return {{"device.type", "cpu", to_string(device.device.type)}};
   }

@@ -33,11 +33,13 @@ Batch MlaRound::batch() const {
 }
 
 // Where a query sees keys after its own up to a limit, or by its place in a chunk, a piece cannot say so by a position of 0 or more. A
-// custom mask has rows of all keys, and given positions are those of few queries, in trees of drafts.
+// custom mask has rows of all keys, and given positions are those of few queries, in trees of drafts. Under Mask::tree requests that are
+// chains can be cut.
 bool can_expand(const Mask& mask) { return !mask.custom && !mask.positions && mask.chunk == 0 && (mask.causal || mask.window_right < 0); }
 
 Mask round_mask(Mask mask) {
   mask.positions = true;
+  mask.tree = false;
   return mask;
 }
 

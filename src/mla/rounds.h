@@ -39,7 +39,7 @@ bool can_expand(const Mask&);
 // Adds the pieces, of at most `chunk` keys, of queries of a request to the rounds from `first` on, of which the first `count` are in use.
 void add_pieces(const Batch&, const MlaQueries&, const Mask&, int chunk, std::vector<MlaRound>& rounds, size_t first, size_t& count);
 
-// The mask of a round's batch: that of the layer, by positions.
+// The mask of a round's batch: that of the layer, by positions. Where queries may be trees, rounds have those that are chains.
 Mask round_mask(Mask);
 
 }  // namespace imbrex

@@ -10,8 +10,8 @@ int keys_of(const Batch& batch, const Mask& mask, const MlaQueries& queries) {
   return mask.causal ? batch.context_len(r) + queries.q_end - batch.query_start_loc[r] : batch.seq_lens[r];
 }
 
-// A causal mask counts positions from the last key, which is that of the last query of a part, too. Other windows and chunks count from the
-// last of all queries.
+// A slice has room for a tree of drafts, so that of requests under Mask::tree only chains are cut. A causal mask counts positions from the
+// last key, which is that of the last query of a part, too. Other windows and chunks count from the last of all queries.
 bool can_cut_queries(const Mask& mask) {
   if (mask.custom || mask.positions) return false;
   return mask.causal || (mask.window_left < 0 && mask.window_right < 0 && mask.chunk == 0);

@@ -17,6 +17,7 @@ FIELD(mask, chunk, chunk, "chunk", "chunked-local mask", "--chunk", "Chunked-loc
 FIELD(mask, chunk_lookback, chunk_lookback, "chunk_lookback", "chunked-local mask", "--chunk-lookback", "With --chunk: chunks before its own that a query sees too")
 FIELD(mask, custom, custom_mask, "custom", "custom mask", "--custom-mask", "A mask byte for every query and key")
 FIELD(mask, positions, positions, "positions", "given positions", "--positions", "A batch gives the position of every query")
+FIELD(mask, tree, tree, "tree", "tree of drafts", "--tree", "The queries of a request are a tree of drafts")
 FIELD(spec, scale, scale, "scale", "", "--scale", "Scale of the logits (default: 1/sqrt(nope + rope))")
 FIELD(spec, sinks, sinks, "has_sinks", "sinks", "--sinks", "A sink logit per query head")
 FIELD(spec, absorbed, absorbed, "absorbed", "", "--absorbed", "queries and outputs are in latent space")

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "attention/draft_tree.h"
+
 namespace imbrex {
 
 std::string DecidedWay::str() const {
@@ -18,10 +20,10 @@ void decide_ways(const MlaSpec& spec, const WayRules& rules, const Batch& batch,
   for (int r = 0; r < batch.num_reqs(); ++r) {
     const int q_len = batch.query_len(r), seq_len = batch.seq_lens[r];
     if (q_len == 0) continue;
-    DecidedWay decided{
-        .request = r, .q_len = q_len, .seq_len = seq_len, .cost = {}, .fixed = !rules.may_expand || rules.expand.has_value()};
+    const bool may_expand = rules.may_expand && (!spec.mask.tree || is_chain(batch, r));
+    DecidedWay decided{.request = r, .q_len = q_len, .seq_len = seq_len, .cost = {}, .fixed = !may_expand || rules.expand.has_value()};
     if (!decided.fixed) decided.cost = cost_of(spec, rules.rates, q_len, seq_len);
-    const bool expand = rules.may_expand && (rules.expand ? *rules.expand : decided.cost.expand());
+    const bool expand = may_expand && (rules.expand ? *rules.expand : decided.cost.expand());
     ways.expand[size_t(r)] = expand;
     DecidedWay& largest = ways.largest[size_t(expand)];
     if (int64_t(q_len) * seq_len > int64_t(largest.q_len) * largest.seq_len) largest = decided;

@@ -31,6 +31,7 @@ struct WayRules {
   std::optional<bool> expand;  // which way all requests take, where tests say it
 };
 
+// A request that is a tree of drafts stays in latent space: it has few queries.
 void decide_ways(const MlaSpec&, const WayRules&, const Batch&, MlaWays&);
 // Whether some request within the limits would be computed with expanded keys.
 bool ever_expands(const MlaSpec&, const WayRules&, const PlanLimits&);

@@ -55,7 +55,8 @@ class MlaProblem {
   }
   MlaOutputs outputs() const { return {.out = out_.view, .lse = lse_.view}; }
 
-  // One query of one head, as a request of its own; and what run() has left of it.
+  // One query of one head, as a request of its own, which has the keys of the query's path where the request is a tree of drafts; and what
+  // run() has left of it.
   MlaCaseInputs sample(int request, int query, int head) const;
   RunResult actual(int request, int query, int head) const;
 
@@ -76,6 +77,8 @@ class MlaProblem {
       max_blocks = std::max(max_blocks, blocks_of(r));
       limits_.max_seq_len = std::max(limits_.max_seq_len, r.seq_len);
       limits_.max_query_len = std::max(limits_.max_query_len, r.q_len);
+      // Two drafts behind each, as far as there are, in a request that is short enough for a tree.
+      for (int t = 0; spec_.mask.tree && t < r.q_len; ++t) parents_.push_back(is_tree(r) ? (t + 1) / 2 - 1 : t - 1);
     }
     limits_.max_num_reqs = int(requests_.size());
     limits_.max_num_tokens = std::max(starts_.back(), 1);
@@ -87,9 +90,11 @@ class MlaProblem {
     size_t next = 0;
     for (size_t r = 0; r < requests_.size(); ++r)
       for (int b = 0; b < blocks_of(requests_[r]); ++b) table_[r * size_t(max_blocks) + size_t(b)] = ids[next++];
-    batch_.query_start_loc = starts_, batch_.seq_lens = lens_;
+    batch_.query_start_loc = starts_, batch_.seq_lens = lens_, batch_.draft_parents = parents_;
     batch_.block_table = TensorView::contiguous(table_.data(), DType::i32, {int64_t(requests_.size()), max_blocks});
   }
+
+  bool is_tree(const BenchRequest& r) const { return spec_.mask.tree && r.q_len <= kMostTreeTokens; }
 
   // New latents come in the cache's type, unless it quantises them by scales of its own.
   DType new_dtype() const { return codec_of(spec_.kv_format).scales_inside ? spec_.dtype : spec_.kv_dtype; }
@@ -134,7 +139,7 @@ class MlaProblem {
   const DeviceStream& stream_;
   const Synthetic synthetic_;
   PlanLimits limits_{.max_num_reqs = 1, .max_num_tokens = 1, .max_seq_len = 1};
-  std::vector<int32_t> starts_{0}, lens_, table_;
+  std::vector<int32_t> starts_{0}, lens_, parents_, table_;
   std::vector<int64_t> key_start_{0};
   int64_t num_blocks_ = 0, copy_bytes_ = 0;
   Batch batch_;
@@ -169,13 +174,22 @@ void MlaProblem::write_caches(const BackendOf<MlaFamily>& backend, const DeviceI
 
 MlaCaseInputs MlaProblem::sample(int request, int query, int head) const {
   const BenchRequest& r = requests_[size_t(request)];
-  const int seq_len = spec_.mask.causal ? r.seq_len - r.q_len + query + 1 : r.seq_len, dim = spec_.latent_dim();
+  const int context = r.seq_len - r.q_len, dim = spec_.latent_dim();
+  std::vector<int> path;  // of a tree: the query and those above it
+  if (is_tree(r))
+    for (int t = query; t >= 0; t = parents_[size_t(starts_[size_t(request)] + t)]) path.insert(path.begin(), t);
+  const int in_order = is_tree(r) ? context : spec_.mask.causal ? context + query + 1 : r.seq_len, seq_len = in_order + int(path.size());
   MlaCaseInputs in{.spec = spec_, .attention = {}, .kv_b = {}};
   in.spec.num_heads = 1;
+  in.spec.mask.tree = false;
   CaseInputs& a = in.attention;
   a.requests = {{1, seq_len, 0}};
   a.spec = in.spec.latent_spec();
-  a.k = rows_of(Side::k, key_start_[size_t(request)], seq_len, dim, new_dtype());
+  a.k = rows_of(Side::k, key_start_[size_t(request)], in_order, dim, new_dtype());
+  for (const int t : path) {
+    const HostTensor key = rows_of(Side::k, key_start_[size_t(request)] + context + t, 1, dim, new_dtype());
+    a.k.bytes.insert(a.k.bytes.end(), key.bytes.begin(), key.bytes.end());
+  }
   a.k.sizes = {seq_len, 1, dim};
   if (codec_of(spec_.kv_format).scales_inside) {  // what the records stand for
     a.v = first_elements(a.k, spec_.kv_lora_rank);

@@ -25,6 +25,12 @@ class MlaLayers final : public KindOf<MlaFamily> {
       }
     }
     make_plans(setup);
+    if (!s.mask.tree) return;
+    MlaSpec writes = s;
+    writes.absorbed = true;  // so that a plan whose run() is never called has no memory to compute in
+    PlanOptions options = setup.plan;
+    options.load_on_demand = true, options.out_dtype.reset();
+    kept_plan_ = find_backend<MlaFamily>(report_.backend)->plan(writes, setup.device, options);
   }
 
   void place_cache(size_t layer, const GroupCache& group, int layer_of_group) override {
@@ -36,13 +42,11 @@ class MlaLayers final : public KindOf<MlaFamily> {
   // A request is computed by one of two ways, which depends on how many of its tokens a step has.
   int step_tokens() const override { return 0; }
 
-  bool write_cache(size_t layer, const StepTensors& tensors) const override {
-    const TensorView row = tensors.in[1].select(1, 0);
-    const int rank = spec().kv_lora_rank;
-    const TensorView rope = spec().qk_rope_dim > 0 ? row.slice(1, rank, spec().latent_dim()) : TensorView{};
-    plan().write_kv(layers_[layer].inputs.kv, row.slice(1, 0, rank), rope, stream());
-    return true;
-  }
+  bool write_cache(size_t layer, const StepTensors& tensors) const override { return write(plan(), layer, tensors); }
+
+  void update_kept(const Batch& batch) override { kept_plan_->update(batch, stream()); }
+
+  bool write_kept(size_t layer, const StepTensors& tensors) const override { return write(*kept_plan_, layer, tensors); }
 
   void run(size_t layer, const StepTensors& tensors) const override {
     MlaInputs inputs = layers_[layer].inputs;
@@ -67,6 +71,15 @@ class MlaLayers final : public KindOf<MlaFamily> {
     std::vector<DeviceTensor> owned;  // parameters on the device
   };
 
+  bool write(const MlaPlan& plan, size_t layer, const StepTensors& tensors) const {
+    const TensorView row = tensors.in[1].select(1, 0);
+    const int rank = spec().kv_lora_rank;
+    const TensorView rope = spec().qk_rope_dim > 0 ? row.slice(1, rank, spec().latent_dim()) : TensorView{};
+    plan.write_kv(layers_[layer].inputs.kv, row.slice(1, 0, rank), rope, stream());
+    return true;
+  }
+
+  std::unique_ptr<MlaPlan> kept_plan_;  // with trees of drafts: for write_kept()
   std::vector<Layer> layers_;
   float fp8_scale_ = kFp8Scale;
 };

@@ -128,16 +128,14 @@ ModelSpec deploy_model(const ModelSpec& model, bool images, const ReplayOptions&
 
   for (ModelLayer& layer : part.layers) {
     if (options.drafts.tree) {
-      check(!std::holds_alternative<MlaSpec>(layer.spec), "replay.drafts.tree",
-            "{}: expected layers that take trees of drafts, {} is latent attention, which takes chains", part.name, layer.name);
       check(!paged_attention(layer.spec) || options.drafts.tokens < kMostTreeTokens, "replay.drafts.tree",
             "{}: expected at most {} drafts, which are a tree with the token in front of them in {}, got {}", part.name,
             kMostTreeTokens - 1, layer.name, options.drafts.tokens);
     }
     check(!images || !options.drafts.tree, "replay.drafts.tree", "expected chains of drafts for requests with images, got trees");
-    if (auto* const attention = std::get_if<AttentionSpec>(&layer.spec)) attention->mask.tree = options.drafts.tree;
-    if (auto* const attention = std::get_if<AttentionSpec>(&layer.spec)) attention->mask.positions = images;
-    if (auto* const latent = std::get_if<MlaSpec>(&layer.spec)) latent->mask.positions = images;
+    const auto set_mask = [&](auto& spec) { spec.mask.tree = options.drafts.tree, spec.mask.positions = images; };
+    if (auto* const attention = std::get_if<AttentionSpec>(&layer.spec)) set_mask(*attention);
+    if (auto* const latent = std::get_if<MlaSpec>(&layer.spec)) set_mask(*latent);
     const auto set = [&](auto& spec) { spec.num_drafts = options.drafts.tokens, spec.tree_drafts = options.drafts.tree; };
     if (auto* const recurrent = std::get_if<RecurrentSpec>(&layer.spec)) set(*recurrent);
     if (auto* const conv = std::get_if<ShortConvSpec>(&layer.spec)) set(*conv);

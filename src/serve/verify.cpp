@@ -174,7 +174,7 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const MlaTarge
   const int last = last_key_of(sample), first = int(first_visible_key(spec.mask, last)), keys = last + 1 - first;
   HeadCall call{.spec = spec.latent_spec(), .keys = keys};
   call.spec.num_q_heads = 1, call.spec.kv_format = KvFormat::strided, call.spec.block_size = 0;
-  call.spec.mask.positions = false;
+  call.spec.mask.tree = call.spec.mask.positions = false;  // as in head_spec()
   call.spec.q_dtype = call.spec.kv_dtype = DType::f32;
   if (spec.sinks)
     call.parameters.sinks = TensorView::contiguous(const_cast<float*>(parameters.sinks.data()) + target.head, DType::f32, {1});

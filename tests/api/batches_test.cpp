@@ -170,6 +170,16 @@ TEST_F(CApiParts, EveryFieldIsKept) {
   for (const int32_t* of_requests : {all.state_slots, all.num_drafts, all.accepted_drafts, all.source_slots}) EXPECT_EQ(of_requests, list);
   EXPECT_EQ(all.positions, of_tokens.data());
   EXPECT_EQ(all.draft_parents, of_tokens.data());
+
+  HostTensor<uint8_t> bits({50 + 4 + 3}, {1, 8, 1});
+  const int32_t mask_indptr[3] = {0, 53, 57};
+  batch.custom_mask = nullptr, batch.packed_mask = &bits.view, batch.mask_indptr = mask_indptr;
+  ASSERT_EQ(imbrex_split_batch(with_positions.get(), &batch, nullptr, 0, &made), IMBREX_OK) << imbrex_last_error();
+  const DerivedHandle packed(made);
+  ASSERT_EQ(imbrex_derived_batch_get(packed.get(), &all), IMBREX_OK);
+  EXPECT_EQ(all.custom_mask, nullptr);
+  EXPECT_EQ(all.packed_mask->data, bits.data.data());
+  EXPECT_EQ(all.mask_indptr, mask_indptr);
 }
 
 TEST_F(CApiParts, Refusals) {

@@ -137,6 +137,7 @@ TEST_F(CApiDevice, ConformanceCasesGiveTheBitsOfTheReference) {
   for (size_t i = 0; i < cases().size(); i += 11) {
     const Case& c = cases()[i];
     if (!reference.unsupported(c.spec, host).empty() || !backend->unsupported(c.spec, device).empty() || c.work() > 10'000'000) continue;
+    if (c.packed_mask) continue;  // refused: a backend from outside reads bytes
     SCOPED_TRACE(c.name);
     const CaseInputs inputs = make_inputs(c);
     const RunOptions options = default_options(c);

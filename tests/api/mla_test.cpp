@@ -103,6 +103,55 @@ TEST_F(CApiMla, GivesTheBitsOfTheCppInterface) {
   EXPECT_TRUE(std::ranges::any_of(c.out.data, [](float x) { return x != 0; }));
 }
 
+// Tokens 4 and 5 of the first request both follow token 3; the fields that are not read change nothing.
+TEST_F(CApiMla, TakesTreesOfDrafts) {
+  imbrex_mla_fields fields = small_mla();
+  fields.tree = 1, fields.reserved = fields.reserved_2 = -1;
+  const SpecHandle of_trees = mla_of(fields);
+  ASSERT_NE(of_trees, nullptr) << imbrex_last_error();
+  EXPECT_STREQ(imbrex_spec_str(of_trees.get()), "mla q3 latent32 nope16 rope8 v24 f32 block16 causal tree sinks");
+  const PlanHandle plan = plan_for(of_trees.get());
+  const int chain[kMlaTokens] = {-1, 0, 1, 2, 3, 4, -1}, siblings[kMlaTokens] = {-1, 0, 1, 2, 3, 3, -1}, wrong[kMlaTokens] = {-1, 0, 2};
+  LatentStep plain, of_chain, of_siblings;
+  of_chain.batch.draft_parents = chain, of_siblings.batch.draft_parents = siblings;
+  for (LatentStep* step : {&plain, &of_chain, &of_siblings}) {
+    ASSERT_EQ(imbrex_plan_update(plan.get(), &step->batch, nullptr), IMBREX_OK) << imbrex_last_error();
+    ASSERT_EQ(imbrex_plan_write_latents(plan.get(), &step->kv, &step->latents.view, &step->rope.view, nullptr), IMBREX_OK);
+    ASSERT_EQ(imbrex_plan_run_mla(plan.get(), &step->inputs, &step->outputs, nullptr), IMBREX_OK) << imbrex_last_error();
+  }
+  EXPECT_EQ(of_chain.out.data, plain.out.data);
+  constexpr long kRow = kHeads * kValue;
+  EXPECT_TRUE(std::equal(plain.out.data.begin(), plain.out.data.begin() + 5 * kRow, of_siblings.out.data.begin()));
+  EXPECT_FALSE(std::equal(plain.out.data.begin() + 5 * kRow, plain.out.data.begin() + 6 * kRow, of_siblings.out.data.begin() + 5 * kRow));
+  of_chain.batch.draft_parents = wrong;
+  EXPECT_EQ(imbrex_plan_update(plan.get(), &of_chain.batch, nullptr), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "batch.draft_parents.range");
+}
+
+TEST_F(CApiMla, PackedMasksAreMasksOfBytes) {
+  imbrex_mla_fields fields = small_mla();
+  fields.custom_mask = 1;
+  const SpecHandle masked = mla_of(fields);
+  const PlanHandle plan = plan_for(masked.get());
+  LatentStep of_bytes, of_bits;
+  HostTensor<uint8_t> bytes({36 + 12}, {1, 8, 1}), bits({8}, {1, 8, 1});
+  bits.data = {0xff, 0xa5, 0x3c, 0x77, 0xff, 0x9c, 0x5b, 0xe7};  // 36 of 40 bits, a byte that is skipped, and 12 of 16
+  const int32_t mask_indptr[] = {0, 6, 8};
+  for (int i = 0; i < 48; ++i)
+    bytes.data[size_t(i)] = bits.data[size_t(i < 36 ? i / 8 : 6 + (i - 36) / 8)] >> (i < 36 ? i : i - 36) % 8 & 1;
+  of_bytes.batch.custom_mask = &bytes.view;
+  of_bits.batch.packed_mask = &bits.view, of_bits.batch.mask_indptr = mask_indptr;
+  for (LatentStep* step : {&of_bytes, &of_bits}) {
+    ASSERT_EQ(imbrex_plan_update(plan.get(), &step->batch, nullptr), IMBREX_OK) << imbrex_last_error();
+    ASSERT_EQ(imbrex_plan_write_latents(plan.get(), &step->kv, &step->latents.view, &step->rope.view, nullptr), IMBREX_OK);
+    ASSERT_EQ(imbrex_plan_run_mla(plan.get(), &step->inputs, &step->outputs, nullptr), IMBREX_OK) << imbrex_last_error();
+  }
+  EXPECT_EQ(of_bits.out.data, of_bytes.out.data);
+  of_bits.batch.mask_indptr = nullptr;
+  EXPECT_EQ(imbrex_plan_update(plan.get(), &of_bits.batch, nullptr), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "batch.packed_mask.size");
+}
+
 TEST_F(CApiMla, CachesAreThoseOfLatentSpace) {
   const AllocationHandle pages =
       make_handle<AllocationHandle>([&](auto** out) { return imbrex_kv_allocation_create(spec.get(), device.get(), 2, 3, nullptr, out); });

@@ -17,6 +17,7 @@ struct Kind {
   std::string name;
   AttentionSpec spec;
   int tables = 0;
+  bool packed = false;  // the mask has bits; with CSR there are gaps between requests
 };
 inline std::vector<Kind> kinds() {
   std::vector<Kind> all;
@@ -38,6 +39,8 @@ inline std::vector<Kind> kinds() {
     all.push_back({"positions", positions, tables});
     all.push_back({"custom with positions", tree, tables});
     all.push_back({"custom alone", seen, tables});
+    all.push_back({"packed", custom, tables, true});
+    all.push_back({"packed alone", seen, tables, true});
   }
   for (Kind& kind : all) kind.name += kind.tables == 0 ? " by block tables" : kind.tables == 1 ? " by CSR" : " ragged";
   return all;
@@ -45,7 +48,8 @@ inline std::vector<Kind> kinds() {
 
 // A step with tables of a kind, and positions where its spec has them.
 struct KindStep : MixedStep {
-  std::vector<int32_t> indptr{0}, indices, last_page, given;
+  std::vector<int32_t> indptr{0}, indices, last_page, given, mask_indptr;
+  std::vector<uint8_t> bits;
   explicit KindStep(const Kind& kind, bool with_positions = true) : MixedStep(kind.spec, kPartRequests) {
     const int block = spec.block_size;
     if (kind.tables == 1) {
@@ -60,10 +64,27 @@ struct KindStep : MixedStep {
       batch.kv_indices = TensorView::contiguous(indices.data(), DType::i32, {int64_t(indices.size())});
       batch.kv_last_page_len = TensorView::contiguous(last_page.data(), DType::i32, {int64_t(last_page.size())});
     }
+    if (kind.packed) pack_mask(kind.tables == 1);
     if (!spec.mask.positions || !with_positions) return;
     for (int r = 0; r < batch.num_reqs(); ++r)
       for (int i = 0; i < batch.query_len(r); ++i) given.push_back((i * 5 + r) % std::max(1, lens[size_t(r)]));
     batch.positions = given;
+  }
+
+ private:
+  void pack_mask(bool with_gaps) {
+    size_t next = 0;
+    for (int r = 0; r < batch.num_reqs(); ++r) {
+      if (with_gaps) bits.push_back(0xff);
+      mask_indptr.push_back(int(bits.size()));
+      for (int i = 0; i < batch.query_len(r) * batch.seq_lens[size_t(r)]; ++i, ++next) {
+        if (i % 8 == 0) bits.push_back(0xff);
+        if (mask[next] == 0) bits.back() &= uint8_t(~(1 << i % 8));
+      }
+    }
+    mask_indptr.push_back(int(bits.size()));
+    batch.custom_mask = {}, batch.packed_mask = TensorView::contiguous(bits.data(), DType::u8, {int64_t(bits.size())});
+    if (with_gaps) batch.mask_indptr = mask_indptr;
   }
 };
 

@@ -11,10 +11,22 @@
 
 namespace imbrex::test {
 
+// Whether the batch's custom mask, of bytes or bits, shows key j to query i of request r.
+inline bool custom_shows(const Batch& batch, int r, int i, int j) {
+  int64_t byte = 0, bits_begin = 0;
+  for (int before = 0; before < r; ++before) {
+    const int64_t pairs = int64_t(batch.query_len(before)) * batch.seq_lens[size_t(before)];
+    byte += pairs, bits_begin += (pairs + 7) / 8;
+  }
+  const int64_t pair = int64_t(i) * batch.seq_lens[size_t(r)] + j;
+  if (batch.packed_mask.empty()) return batch.custom_mask.as<const uint8_t>()[byte + pair] != 0;
+  if (!batch.mask_indptr.empty()) bits_begin = batch.mask_indptr[size_t(r)];
+  return (batch.packed_mask.as<const uint8_t>()[bits_begin + pair / 8] >> pair % 8 & 1) != 0;
+}
+
 // Texts of the tokens in order; `by_position`: with the distance to each key.
 inline std::vector<std::string> meanings(const Batch& batch, const AttentionSpec& spec, bool by_position) {
   std::vector<std::string> texts;
-  int64_t mask_row = 0;
   for (int r = 0; r < batch.num_reqs(); ++r)
     for (int i = 0; i < batch.query_len(r); ++i) {
       const size_t t = size_t(batch.query_start_loc[size_t(r)] + i);
@@ -23,7 +35,7 @@ inline std::vector<std::string> meanings(const Batch& batch, const AttentionSpec
       std::string text = "keys";
       for (int j = 0; j < seq_len; ++j) {
         if (!mask_allows(spec.mask, p, j)) continue;
-        if (spec.mask.custom && batch.custom_mask.as<const uint8_t>()[mask_row + j] == 0) continue;
+        if (spec.mask.custom && !custom_shows(batch, r, i, j)) continue;
         int64_t key = 0;
         if (!batch.kv_start_loc.empty()) {
           key = batch.kv_start_loc.as<const int32_t>()[r] + j;
@@ -39,7 +51,6 @@ inline std::vector<std::string> meanings(const Batch& batch, const AttentionSpec
       if (!batch.slot_mapping.empty())
         text += " to " + std::to_string(batch.slot_mapping.as<const int64_t>()[int64_t(t) * batch.slot_mapping.stride(0)]);
       texts.push_back(text);
-      mask_row += seq_len;
     }
   return texts;
 }

@@ -78,7 +78,7 @@ std::vector<std::string> seen_in_trees(const Batch& batch, const Mask& mask) {
 TEST(SplitBatch, TreesStayWhole) {
   Kind kind = kinds().back();
   ASSERT_EQ(kind.tables, 2);
-  kind.spec.mask = {.tree = true};
+  kind.spec.mask = {.tree = true}, kind.packed = false;
   KindStep step(kind);
   const Ints parents{-1, 0, 1, /**/ -1, /**/ -1, 0, 0, 1, 1, /**/ -1, 0, 1, 2, 3, 4, /**/ -1, -1, 0, 1};
   step.batch.draft_parents = parents;
@@ -136,7 +136,8 @@ TEST(SplitBatch, PartsAreViewsWhereTheyCanBe) {
       const auto expect_view = [&](bool given, const void* part, const auto& whole, int64_t offset) {
         EXPECT_EQ(part, given ? whole.data() + offset : nullptr) << kind.name << " cut at " << cut;
       };
-      const bool dense = kind.tables == 0, csr = kind.tables == 1, ragged = kind.tables == 2, custom = kind.spec.mask.custom;
+      const bool dense = kind.tables == 0, csr = kind.tables == 1, ragged = kind.tables == 2,
+                 custom = kind.spec.mask.custom && !kind.packed;
       EXPECT_EQ(b.seq_lens.data(), step.lens.data() + 3);
       EXPECT_EQ(a.query_start_loc.data() == step.starts.data(), cut == 4);
       EXPECT_EQ(a.seq_lens.data() == step.lens.data(), cut == 4 || part_keys(kind.spec) != PartKeys::up_to_queries);
@@ -147,8 +148,13 @@ TEST(SplitBatch, PartsAreViewsWhereTheyCanBe) {
       expect_view(ragged, b.kv_start_loc.data, step.key_starts, 3);
       expect_view(!ragged, b.slot_mapping.data, step.slots, cut);
       const bool shortened = cut == 6 && part_keys(kind.spec) == PartKeys::up_to_queries;
-      expect_view(custom, b.custom_mask.data, step.mask, 9 + 40 + (cut - 4) * 21);
+      if (!kind.packed) expect_view(custom, b.custom_mask.data, step.mask, 9 + 40 + (cut - 4) * 21);
       EXPECT_EQ(custom && a.custom_mask.data == step.mask.data(), custom && !shortened);
+      // Of a request that is cut the rows become bytes.
+      for (const Batch* part : {&a, &b})
+        if (kind.packed) {
+          EXPECT_EQ(part->packed_mask.data, cut == 4 ? step.bits.data() : nullptr) << kind.name;
+        }
       expect_view(kind.spec.mask.positions, b.positions.data(), step.given, cut);
     }
   }

@@ -274,7 +274,8 @@ TEST_F(Cli, BenchOfLatentAttentionChecksAndTimesEveryBackend) {
     // behind 39 keys; the 8 that see 36 pairs are as cheap with expanded keys, for which each key has those products, as there are as many.
     EXPECT_EQ(row["flops"].get<double>(), 4 * (2 * 40 * 288 + 2 * 7168) + 4 * (36 * 2 * (48 + 24) + 8 * 7168));
   }
-  for (const char* more : {"--kv-dtype fp8_e4m3", "--kv-format latent_rope", "--absorbed --bidirectional", "--q-dtype f32 --rope-dim 0"}) {
+  for (const char* more : {"--kv-dtype fp8_e4m3", "--kv-format latent_rope", "--tree", "--tree --window 9 --absorbed",
+                           "--absorbed --bidirectional", "--q-dtype f32 --rope-dim 0"}) {
     const Ran other = run("bench 2q3s70 --family mla --heads 2 --kv-lora-rank 128 --threads 1 " + std::string(more) + quick);
     EXPECT_EQ(other.code, 0) << more << "\n" << other.err;
   }
@@ -283,6 +284,9 @@ TEST_F(Cli, BenchOfLatentAttentionChecksAndTimesEveryBackend) {
       run("bench q1s33 --family mla --model deepseek-v2-lite --backend cpu_generic --format csv --min-time 0 --max-time 0.01");
   EXPECT_EQ(model.code, 0) << model.err;
   EXPECT_TRUE(contains(model.out, "q1s33, layers 0-26")) << model.out;
+  const Ran trees = run(
+      "bench 2q5s33 --family mla --model deepseek-v2-lite --tree --backend cpu_generic --json --no-ceilings --min-time 0 --max-time 0.01");
+  EXPECT_TRUE(contains(trees.out, "causal tree")) << trees.out << trees.err;
 }
 
 TEST_F(Cli, BenchOfTheShortConvolutionChecksAndTimesEveryBackend) {

@@ -63,11 +63,13 @@ TEST_P(DeviceGraph, CustomMask) {
   AttentionSpec spec = test::graph_spec();
   spec.mask.custom = true;
   for (const bool device_arrays : {false, true})
-    run({.spec = spec,
-         .limits = {.max_num_reqs = 6, .max_num_tokens = 80, .max_seq_len = 1500},
-         .device_arrays = device_arrays,
-         .batches = 60,
-         .seed = 4});
+    for (const bool packed : {false, true})
+      run({.spec = spec,
+           .limits = {.max_num_reqs = 6, .max_num_tokens = 80, .max_seq_len = 1500},
+           .device_arrays = device_arrays,
+           .packed_mask = packed,
+           .batches = 60,
+           .seed = 4});
 }
 
 TEST_P(DeviceGraph, DecodeOnly) {
@@ -111,12 +113,14 @@ TEST_P(DeviceGraph, FlatKeys) {
 TEST_P(DeviceGraph, LengthsAndMaskOnTheDevice) {
   AttentionSpec spec = test::graph_spec();
   spec.mask.custom = true;
-  run({.spec = spec,
-       .limits = {.max_num_reqs = 6, .max_num_tokens = 80, .max_seq_len = 1500},
-       .device_arrays = true,
-       .device_lengths = true,
-       .batches = 60,
-       .seed = 9});
+  for (const bool packed : {false, true})
+    run({.spec = spec,
+         .limits = {.max_num_reqs = 6, .max_num_tokens = 80, .max_seq_len = 1500},
+         .device_arrays = true,
+         .device_lengths = true,
+         .packed_mask = packed,
+         .batches = 60,
+         .seed = 9});
 }
 
 double microseconds_of(int calls, const auto& call) {

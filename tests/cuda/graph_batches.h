@@ -20,6 +20,7 @@ struct GraphProblem {
   PlanLimits limits{.max_num_reqs = 12, .max_num_tokens = 300, .max_seq_len = 3000};
   bool device_arrays = false;   // block table, slots and mask in device memory, where they stay; otherwise on the host
   bool device_lengths = false;  // with device_arrays: the graph has an update_on_device() in it, and copies of lengths between its replays
+  bool packed_mask = false;     // a custom mask has bits
   bool shared_blocks = false;   // in half of the steps requests begin with blocks of others; with host arrays plans share items then
   bool apart = false;           // a third plan has its arrays in device memory, so that it shares none: the bits are the same
   bool shared_scratch = false;  // of both plans; in the middle a third, larger one joins them
@@ -75,7 +76,8 @@ struct RandomStep {
         slots.push_back(below(20) == 0 ? -1
                                        : int64_t(table[row + size_t(j / p.spec.block_size)]) * p.spec.block_size + j % p.spec.block_size);
       if (p.spec.mask.custom)
-        for (int i = 0; i < q_len * seq_len; ++i) mask.push_back(uint8_t(below(3) > 0));
+        for (int i = 0; i < (p.packed_mask ? (q_len * seq_len + 7) / 8 : q_len * seq_len); ++i)
+          mask.push_back(uint8_t(p.packed_mask ? below(256) : below(3) > 0));
     }
   }
 };
@@ -224,6 +226,10 @@ class GraphAgainstEager {
     stream_.synchronize();
     return view(buffer, dtype, sizes);
   }
+  template <class AnyBatch>
+  TensorView& mask_of(AnyBatch& batch) const {
+    return p_.packed_mask ? batch.packed_mask : batch.custom_mask;
+  }
   void update(Side& side, const RandomStep& step) {
     Batch batch;
     batch.query_start_loc = step.starts;
@@ -233,7 +239,7 @@ class GraphAgainstEager {
     if (reqs > 0) batch.block_table = place(side.table, step.table, DType::i32, {reqs, step.width}, on_device);
     const int64_t slots = on_device ? p_.limits.max_num_tokens : int64_t(step.slots.size());  // on a device: for any later batch
     if (!step.slots.empty()) batch.slot_mapping = place(side.slots, step.slots, DType::i64, {slots}, on_device);
-    if (!step.mask.empty()) batch.custom_mask = place(side.mask, step.mask, DType::u8, {int64_t(step.mask.size())}, on_device);
+    if (!step.mask.empty()) mask_of(batch) = place(side.mask, step.mask, DType::u8, {int64_t(step.mask.size())}, on_device);
     side.plan->update(batch, stream_.get());
   }
   // For the largest batch, which is what the graph is captured with: requests that a step does not have are padding.
@@ -243,7 +249,7 @@ class GraphAgainstEager {
                       .seq_lens = view(side.lens, DType::i32, {reqs}),
                       .block_table = view(side.table, DType::i32, {reqs, width}),
                       .slot_mapping = view(side.slots, DType::i64, {p_.limits.max_num_tokens})};
-    if (p_.spec.mask.custom) batch.custom_mask = view(side.mask, DType::u8, {int64_t(side.mask.bytes())});
+    if (p_.spec.mask.custom) mask_of(batch) = view(side.mask, DType::u8, {int64_t(side.mask.bytes())});
     side.plan->update_on_device(batch, stream_.get());
   }
   void send(const Side& side, RandomStep step) const {

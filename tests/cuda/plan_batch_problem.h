@@ -31,7 +31,8 @@ struct PlanBatchProblem {
   std::vector<int> parents, drafts;                            // of trees, likewise; drafts empty: all tokens are
   std::vector<int> broken = std::vector<int>(kNumBatchRules);  // as the kernel reports it
   std::vector<bool> left_out;
-  long mask_bytes = 0;
+  bool packed = false;  // the custom mask has bits
+  long mask_size = 0;   // its bytes, or bits
   static constexpr int kBlockSize = 16, kTableColumns = 9000;
 
   // `spoil`: some requests break rules. Up to so many requests.
@@ -44,6 +45,7 @@ struct PlanBatchProblem {
     if (below(6) == 0) mask.window_right = below(100);
     if (below(5) == 0) mask.chunk = 1 + below(9000);
     mask.custom = below(4) == 0;
+    packed = mask.custom && seed % 2 == 0;
     if (below(4) == 0) mask.tree = mask.causal = true, mask.custom = false;
     limits = {.max_num_reqs = most_reqs, .max_num_tokens = 1 + below(4000), .max_seq_len = 1 + below(below(2) ? 130000 : 3000)};
     const int kind = below(4);  // decode, verify, mixed twice
@@ -70,8 +72,8 @@ struct PlanBatchProblem {
     }
     if (mask.tree) give_parents(spoil);
     if (spoil) break_rules();
-    for (int r = 0; r < num_reqs(); ++r) mask_bytes += mask_rows(r);
-    if (spoil && below(2) == 0) mask_bytes -= mask_bytes / 4;
+    for (int r = 0; r < num_reqs(); ++r) mask_size += mask_room(r);
+    if (spoil && below(2) == 0) mask_size -= mask_size / 4;
     judge();
     for (const Regime regime : {kDecode, kVerify}) {
       policies[regime].runs = below(4) > 0;
@@ -135,7 +137,7 @@ struct PlanBatchProblem {
     p.lengths_from = at(l.lengths_from), p.starts_from = at(l.starts_from);
     p.kv_starts = kv_starts.empty() ? nullptr : at(l.kv_starts);
     p.kv_stride = kv_starts.empty() ? kTableColumns : 0, p.kv_entries = kv_starts.empty() ? kTableColumns : kv_starts.back();
-    p.entry_keys = kBlockSize, p.mask_bytes = mask_bytes;
+    p.entry_keys = kBlockSize, p.mask_size = mask_size, p.mask_is_packed = packed;
     if (mask.positions) p.positions_from = at(l.positions_from), p.positions = at(l.positions), p.most_position = kMostPosition;
     if (mask.tree) {
       p.parents_from = at(l.parents_from), p.num_drafts_from = drafts.empty() ? nullptr : at(l.drafts_from);
@@ -189,7 +191,7 @@ struct PlanBatchProblem {
       if (mask.custom) {
         EXPECT_EQ(values(l.custom_start, reqs)[r], custom) << r;
       }
-      custom += mask_rows(int(r));
+      custom += mask_room(int(r));
     }
     if (mask.positions) {
       const size_t tokens = fall || reqs == 0 ? 0 : size_t(std::min(starts.back(), limits.max_num_tokens));
@@ -246,6 +248,8 @@ struct PlanBatchProblem {
  private:
   int below(int n) { return int(random_() % unsigned(std::max(n, 1))); }
   long mask_rows(int r) const { return std::max<long>(long(starts[size_t(r) + 1]) - starts[size_t(r)], 0) * std::max(lens[size_t(r)], 0); }
+  // What it takes of the mask: bits begin with a byte of their own.
+  long mask_room(int r) const { return packed ? (mask_rows(r) + 7) / 8 * 8 : mask_rows(r); }
 
   // Near those that a batch does not have to give, and a few that are anything at all.
   void give_positions() {
@@ -320,7 +324,7 @@ struct PlanBatchProblem {
     if (len < 0 || len > limits.max_seq_len) return kKeysFit;
     if (len < end - begin) return kQueriesAreKeys;
     if (len > blocks * kBlockSize) return kBlocksSuffice;
-    if (mask.custom && mask_begin + mask_rows(r) > mask_bytes) return kMaskSuffices;
+    if (mask.custom && mask_begin + mask_rows(r) > mask_size) return kMaskSuffices;
     if (mask.tree && !starts_fall() && !is_tree(r)) return kParentsFit;
     return kNumBatchRules;
   }
@@ -328,7 +332,7 @@ struct PlanBatchProblem {
     long mask_begin = 0;
     for (int r = 0; r < num_reqs(); ++r) {
       const BatchRule rule = first_broken(r, mask_begin);
-      mask_begin += mask_rows(r);
+      mask_begin += mask_room(r);
       left_out.push_back(rule < kNumBatchRules);
       if (rule < kNumBatchRules) broken[rule] = r + 1;
     }

@@ -139,6 +139,41 @@ TEST(MlaReplay, NoticesTheWeightOfAnotherHead) {
   EXPECT_EQ(code, "replay.verify");
 }
 
+// Trees are computed as chains.
+struct ChainsForTrees final : BackendOf<MlaFamily> {
+  struct ChainPlan final : MlaPlan {
+    std::unique_ptr<MlaPlan> inner;
+    void update(const Batch& batch, Stream stream) override {
+      Batch chains = batch;
+      chains.draft_parents = {};
+      inner->update(chains, stream);
+    }
+    void write_kv(const KvCache& kv, const TensorView& latent, const TensorView& rope, Stream stream) const override {
+      inner->write_kv(kv, latent, rope, stream);
+    }
+    void run(const MlaInputs& in, const MlaOutputs& out, Stream stream) const override { inner->run(in, out, stream); }
+    std::string str() const override { return inner->str(); }
+  };
+  std::string_view name() const override { return "chains_for_trees"; }
+  std::string_view description() const override { return "no trees"; }
+  std::vector<Reason> unsupported(const MlaSpec&, const DeviceInfo&) const override { return {}; }
+  std::unique_ptr<MlaPlan> plan(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
+    auto made = std::make_unique<ChainPlan>();
+    made->inner = find_backend<MlaFamily>("cpu_generic")->plan(spec, device, options);
+    return made;
+  }
+};
+
+TEST(MlaReplay, NoticesTreesThatAreComputedAsChains) {
+  ReplayOptions options = small_options();
+  options.drafts = {.tokens = 4, .tree = true};
+  const auto code = [&] { return test::error_code([&] { replay(tiny_mla_model(kTinyMla, 1), tree_trace(4, 16, 20, 12, 1), options); }); };
+  EXPECT_EQ(code(), "nothing thrown");
+  register_backend<MlaFamily>(std::make_shared<ChainsForTrees>());
+  EXPECT_EQ(code(), "replay.verify");
+  unregister_backend<MlaFamily>("chains_for_trees");
+}
+
 TEST(MlaReplay, WeightsAreNeeded) {
   MlaSpec absorbed = kTinyMla;
   absorbed.absorbed = true;

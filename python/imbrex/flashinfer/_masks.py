@@ -1,5 +1,5 @@
-"""Custom masks: bits packed as FlashInfer packs them, and the bytes that imbrex reads."""
-from typing import Optional, Sequence, Tuple
+"""Custom masks: bits packed as FlashInfer packs them, and the arrays of a plan that they become."""
+from typing import Dict, Optional, Sequence, Tuple
 
 import torch
 
@@ -36,40 +36,38 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     return packbits(bits, bitorder), packed_starts.to(indptr.device, torch.int32)
 
 
-def _unpacked(packed: torch.Tensor, counts: Sequence[int], out: Optional[torch.Tensor]) -> torch.Tensor:
-    """A byte for each of counts[i] bits that begin at a byte of their own each."""
-    sizes = [-(-n // 8) for n in counts]
-    if packed.dtype != torch.uint8 or packed.numel() != sum(sizes):
-        raise ValueError(
-            f"packed_custom_mask: expected uint8 [{sum(sizes)}], each request's bits from a byte of its own (segment_packbits), got "
-            f"{packed.dtype} {list(packed.shape)}"
-        )
-    bits = (packed.view(-1, 1) & _weights("little", packed.device)).ne(0).view(torch.uint8).view(-1)
-    parts, at = [], 0
-    for n, size in zip(counts, sizes):
-        parts.append(bits[at : at + n])
-        at += 8 * size
-    return torch.cat(parts, out=out) if parts else bits[:0]
-
-
-def mask_bytes(
+def mask_arrays(
     custom_mask: Optional[torch.Tensor],
     packed_custom_mask: Optional[torch.Tensor],
     counts: Sequence[int],
     device: torch.device,
     room: Optional[torch.Tensor] = None,
-) -> Optional[torch.Tensor]:
-    """uint8 [sum of counts] on `device`, in `room` if that is given; None without a mask. counts: q_len * seq_len of each request."""
-    total = sum(counts)
+) -> Optional[Dict[str, torch.Tensor]]:
+    """What Plan.update() takes, on `device`; None without a mask. counts: q_len * seq_len of each request.
+
+    packed_mask where bits are given, which stay bits, or where there is `room`: a graph reads bits from there, whatever was given. Else
+    custom_mask, a byte for each truth value.
+    """
     if custom_mask is None and packed_custom_mask is None:
         return None
-    if room is not None:
-        if total > room.numel():
-            raise ValueError(f"custom mask: expected at most {room.numel()} bits, for which custom_mask_buf has room, got {total}")
-        room = room[:total]
     if packed_custom_mask is not None:
-        return _unpacked(packed_custom_mask.detach().to(device).contiguous().view(-1), counts, room)
-    mask = custom_mask.detach().to(device).to(torch.bool).contiguous().view(-1).view(torch.uint8)
-    if mask.numel() != total:
-        raise ValueError(f"custom_mask: expected {total} entries (q_len * kv_len of all requests), got {mask.numel()}")
-    return mask if room is None else room.copy_(mask)
+        size = sum(-(-n // 8) for n in counts)
+        if packed_custom_mask.dtype != torch.uint8 or packed_custom_mask.numel() != size:
+            raise ValueError(
+                f"packed_custom_mask: expected uint8 [{size}], each request's bits from a byte of its own (segment_packbits), got "
+                f"{packed_custom_mask.dtype} {list(packed_custom_mask.shape)}"
+            )
+        bits = packed_custom_mask.detach().to(device).contiguous().view(-1)
+    else:
+        mask = custom_mask.detach().to(device).to(torch.bool).contiguous().view(-1)
+        if mask.numel() != sum(counts):
+            raise ValueError(f"custom_mask: expected {sum(counts)} entries (q_len * kv_len of all requests), got {mask.numel()}")
+        if room is None:
+            return dict(custom_mask=mask.view(torch.uint8))
+        starts = torch.nn.functional.pad(torch.cumsum(torch.tensor(counts, dtype=torch.int64, device="cpu"), 0), (1, 0))
+        bits, _ = segment_packbits(mask, starts, "little")
+    if room is None:
+        return dict(packed_mask=bits)
+    if bits.numel() > room.numel():
+        raise ValueError(f"custom mask: expected at most {room.numel()} bytes of bits, for which custom_mask_buf has room, got {bits.numel()}")
+    return dict(packed_mask=room[: bits.numel()].copy_(bits))

@@ -36,7 +36,7 @@ class _Prefill(Wrapper):
         starts: torch.Tensor,
         lens: torch.Tensor,
         arrays: Any,
-        mask: Optional[torch.Tensor],
+        mask: Optional[Dict[str, torch.Tensor]],
         types: Types,
         fields: Any,
         most_keys: Optional[int] = None,
@@ -54,7 +54,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Prefill):
     """Any number of query tokens a request over a paged cache.
 
     With use_cuda_graph the batch size is that of the buffers and the first plan() bounds the number of tokens; a captured run() computes
-    the step of the last plan(). custom_mask_buf says how large masks may get; imbrex keeps a byte for each of its bits.
+    the step of the last plan(). custom_mask_buf says how many bits masks may have.
     """
 
     def __init__(
@@ -300,8 +300,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Prefill):
         if self._buffers is not None:
             self._buffers.fill("qo_indptr", qo_indptr, non_blocking)
             arrays = dict(kv_start_loc=self._buffers.fill("kv_indptr", kv_indptr, non_blocking))
-        if mask is not None:
-            arrays["custom_mask"] = mask
+        arrays.update(mask or {})
         fields = dict(
             num_q_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,

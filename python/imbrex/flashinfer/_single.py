@@ -5,7 +5,7 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from ._masks import mask_bytes
+from ._masks import mask_arrays
 from ._options import DTypeLike, check_layout, check_supported, backend_name, refuse_nvfp4, score_fields, torch_dtype
 from ._plans import Plans, Step, is_capturing
 from ._run import Result, Scale, Types, attend, ragged
@@ -39,7 +39,7 @@ def _attend(
     causal: bool,
     o_dtype: torch.dtype,
     backend: str = "auto",
-    mask: Optional[torch.Tensor] = None,
+    mask: Optional[Dict[str, torch.Tensor]] = None,
     **options: Any,
 ) -> Result:
     """q [q_len, num_q_heads, head_dim_qk]; k and v of either layout."""
@@ -59,7 +59,7 @@ def _attend(
         **types.fields(),
     )
     starts = torch.tensor([0, k.shape[0]], dtype=torch.int32, device="cpu" if mask is None else q.device)
-    arrays = dict(kv_start_loc=starts) if mask is None else dict(kv_start_loc=starts, custom_mask=mask)
+    arrays = dict(kv_start_loc=starts, **(mask or {}))
     lengths = [torch.tensor(x, dtype=torch.int32, device="cpu") for x in ([0, q.shape[0]], [k.shape[0]])]
     plans = _plans(q.device, backend_name(backend))
     plans.begin(fields, Step(*lengths, arrays))
@@ -138,7 +138,7 @@ def single_prefill_with_kv_cache(
         causal,
         torch_dtype(o_dtype or q.dtype),
         backend,
-        mask_bytes(custom_mask, packed_custom_mask, [q.shape[0] * kv_len], q.device),
+        mask_arrays(custom_mask, packed_custom_mask, [q.shape[0] * kv_len], q.device),
         q_scale=scale_q,
         k_scale=k_scale if scale_k is None else scale_k,
         v_scale=v_scale if scale_v is None else scale_v,

@@ -3,7 +3,7 @@ from typing import Any, Optional
 
 import torch
 
-from ._masks import mask_bytes
+from ._masks import mask_arrays
 from ._options import DTypeLike, refuse, refuse_given, score_fields, torch_dtype
 from ._plans import Step
 from ._run import Result, Scale, Types, scales_of
@@ -77,7 +77,7 @@ class BlockSparseAttentionWrapper(Wrapper):
         elif mask is not None and packed_mask is None:
             mask = convert_bsr_mask_layout(mask, starts)
         counts = ((queries[1:] - queries[:-1]).long() * lens.long()).tolist()
-        bytes_ = mask_bytes(mask, packed_mask, counts, self.device)
+        arrays = mask_arrays(mask, packed_mask, counts, self.device)
         self._block = C
         fields = dict(
             kind="encoder_decoder",  # there may be fewer keys than queries
@@ -85,11 +85,11 @@ class BlockSparseAttentionWrapper(Wrapper):
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_dim,
             block_size=C,
-            causal=bool(causal) and bytes_ is None,
-            custom_mask=bytes_ is not None,
+            causal=bool(causal) and arrays is None,
+            custom_mask=arrays is not None,
             **score_fields(pos_encoding_mode, -1, logits_soft_cap, sm_scale),
         )
-        self._begin(fields, types, Step(queries, lens, self._paged_arrays(None, starts, indices, bytes_, non_blocking)))
+        self._begin(fields, types, Step(queries, lens, self._paged_arrays(None, starts, indices, arrays, non_blocking)))
 
     begin_forward = plan
 

@@ -3,7 +3,7 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from ._masks import mask_bytes
+from ._masks import mask_arrays
 from ._options import alibi_slopes, backend_name, check_layout, check_supported, refuse_jit
 from ._plans import Limits, Plans, Step
 from ._run import Result, Types, attend
@@ -163,7 +163,7 @@ class Wrapper:
         return attend(self._plans, self._types, q, k, v, alibi=changes.get("alibi", self._alibi), changes=changes, **options)
 
     def _paged_arrays(
-        self, buffers: Optional[Buffers], indptr: torch.Tensor, indices: torch.Tensor, mask: Optional[torch.Tensor], non_blocking: bool
+        self, buffers: Optional[Buffers], indptr: torch.Tensor, indices: torch.Tensor, mask: Optional[Dict[str, torch.Tensor]], non_blocking: bool
     ) -> Dict[str, torch.Tensor]:
         """The arrays that say where pages are: all on the host if the indices are there (except for graphs and custom masks), else all on the device."""
         indices = as_tensor(indices).detach()
@@ -177,9 +177,7 @@ class Wrapper:
         else:
             where = indices.device if mask is None else self.device
             arrays = {n: x.to(where, torch.int32).contiguous() for n, x in (("kv_indptr", indptr), ("kv_indices", indices))}
-        if mask is not None:
-            arrays["custom_mask"] = mask
-        return arrays
+        return {**arrays, **(mask or {})}
 
     def _mask(
         self,
@@ -189,13 +187,13 @@ class Wrapper:
         lens: torch.Tensor,
         custom_mask_buf: Optional[torch.Tensor],
         mask_indptr_buf: Optional[torch.Tensor],
-    ) -> Optional[torch.Tensor]:
-        """A byte for each (query, key) on the device. With use_cuda_graph always at one place, 8 times as large as custom_mask_buf."""
+    ) -> Optional[Dict[str, torch.Tensor]]:
+        """What mask_arrays() makes on the device. With use_cuda_graph always bits at one place, as many as custom_mask_buf holds."""
         if custom_mask is None and packed_custom_mask is None:
             return None
         if self._use_cuda_graph and self._mask_room is None:
             if custom_mask_buf is None or mask_indptr_buf is None:
                 raise ValueError("custom_mask_buf and mask_indptr_buf: expected tensors for custom masks with use_cuda_graph=True, got None")
-            self._mask_room = torch.empty(8 * custom_mask_buf.numel(), dtype=torch.uint8, device=self.device)
+            self._mask_room = torch.empty(custom_mask_buf.numel(), dtype=torch.uint8, device=self.device)
         counts = ((starts[1:] - starts[:-1]).long() * lens.long()).tolist()
-        return mask_bytes(custom_mask, packed_custom_mask, counts, self.device, self._mask_room)
+        return mask_arrays(custom_mask, packed_custom_mask, counts, self.device, self._mask_room)

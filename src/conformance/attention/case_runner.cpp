@@ -25,8 +25,8 @@ struct StepRequest {
 struct Step {
   std::vector<int32_t> query_start_loc{0}, seq_lens, table, indptr{0}, indices, last_page_len, start_loc;
   std::vector<int64_t> slots;
-  std::vector<uint8_t> mask;
-  std::vector<int32_t> positions, parents;
+  std::vector<uint8_t> mask;  // bytes, or bits
+  std::vector<int32_t> mask_indptr, positions, parents;
   std::vector<NamedTensor> mask_tensors;
   Batch batch;
 };
@@ -184,9 +184,16 @@ class Runner {
       if (!mask.custom) continue;
       const uint8_t* rows = reinterpret_cast<const uint8_t*>(in_.custom_mask.bytes.data()) + mask_start(r);
       const int stride = in_.requests[r].seq_len;
+      if (options_.packed_mask && options_.csr) step.mask.push_back(0xff), step.mask_indptr.push_back(int32_t(step.mask.size()));
+      int64_t bits = 0;
       for (int t = s.q_begin; t < s.q_end; ++t)
-        step.mask.insert(step.mask.end(), rows + int64_t(t) * stride, rows + int64_t(t) * stride + s.seq_len);
+        for (const uint8_t *shown = rows + int64_t(t) * stride, *end = shown + s.seq_len; shown < end; ++shown) {
+          if (!options_.packed_mask || bits % 8 == 0) step.mask.push_back(options_.packed_mask ? 0xff : *shown);
+          if (options_.packed_mask && *shown == 0) step.mask.back() &= uint8_t(~(1u << bits % 8));
+          ++bits;
+        }
     }
+    if (!step.mask_indptr.empty()) step.mask_indptr.push_back(int32_t(step.mask.size()));
     step.start_loc.push_back(int32_t(kRaggedMargin + num_keys_));
     step.indices.insert(step.indices.end(), 2, poison_index(options_.poison));
     step.slots.insert(step.slots.end(), size_t(padding), options_.poison == Poison::ones ? -1 : 0);
@@ -209,7 +216,9 @@ class Runner {
     step.mask_tensors = in_.named_tensors();
     b.mask_tensors = step.mask_tensors;
     b.draft_parents = step.parents;
-    if (mask.custom && !step.mask.empty()) b.custom_mask = row_vector(step.mask.data(), DType::u8, step.mask.size());
+    b.mask_indptr = step.mask_indptr;
+    if (mask.custom && !step.mask.empty())
+      (options_.packed_mask ? b.packed_mask : b.custom_mask) = row_vector(step.mask.data(), DType::u8, step.mask.size());
     return step;
   }
 
@@ -383,6 +392,7 @@ RunOptions default_options(const Case& c) {
   options.page_seed = c.seed;
   options.padding_tokens = c.padding_tokens;
   options.out_dtype = c.out_dtype;
+  options.packed_mask = c.packed_mask;
   return options;
 }
 

@@ -25,6 +25,7 @@ struct RunOptions {
   ParallelFor threads;
   bool share_blocks = false;  // requests of one id have their context's blocks in common (plain values only: others depend on seq_len)
   bool balanced = false;      // split by load: the one option that may change roundings
+  bool packed_mask = false;   // a custom mask has a bit for each query and key; with csr, gaps between requests
   bool check_cache = true;    // compare what write_kv wrote with what the reference writes
 };
 RunOptions default_options(const Case&);

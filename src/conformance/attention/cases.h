@@ -74,6 +74,7 @@ struct Case {
   bool scale_per_head = false;   // fp8 caches: head h has kv_scale * (1 + h / 4)
   float rope_factor = 1.f;       // fp8 caches of latent_rope: k_rope_scale is k_scale times that
   CustomPattern custom = CustomPattern::none;
+  bool packed_mask = false;  // with a bit for each query and key
   PositionPattern positions = PositionPattern::none;
   TreePattern tree = TreePattern::none;
   ValuePattern values = ValuePattern::plain;
@@ -87,7 +88,7 @@ struct Case {
 };
 
 // At least 500, made by composing axes: shape, length, dtype, mask, page, score, long, mixed, verify, value, prefill, latent, position,
-// tree, expression (first part of the name).
+// tree, expression, packed (first part of the name).
 std::span<const Case> cases();
 const Case* find_case(std::string_view name);  // nullptr when there is none
 

@@ -55,4 +55,32 @@ void add_variant_cases(CaseTable& table) {
       }
 }
 
+// Custom masks with a bit for each query and key: requests whose bits end within a byte, prompts of more than a tile of queries and keys,
+// and few queries; with csr there are gaps between requests.
+void add_packed_cases(CaseTable& table) {
+  const Requests prompts{{150, 220}, {3, 77}, {70, 1101}}, documents{{300, 700}, {0, 9}, {5, 650}, {1, 301}};
+  struct Step {
+    const char* name;
+    const Requests& requests;
+    CustomPattern pattern;
+  };
+  const Step steps[] = {{"decode", kDecode, CustomPattern::random}, {"verify", kVerify, CustomPattern::tree},
+                        {"mixed", kMixed, CustomPattern::blind},    {"chunked", kChunked, CustomPattern::random},
+                        {"prompts", prompts, CustomPattern::blind}, {"documents", documents, CustomPattern::documents}};
+  for (const Step& step : steps)
+    for (const Dims dims : {Dims{64, 64}, {128, 128}})
+      for (const DTypes types : {kDTypes[0], kDTypes[1], kDTypes[3]}) {
+        const size_t i = table.cases.size();
+        Case& c = table.add(fmt::format("packed_{}_{}_{}_{}", step.name, dims_name(dims), to_string(types.q), to_string(types.kv)),
+                            i % 2 == 0 ? 4 : 1, i % 2 == 0 ? 1 : 2, dims, types, step.requests);
+        c.spec.mask = {.causal = i % 3 == 0, .window_left = i % 5 == 0 ? 90 : -1, .custom = true};
+        c.custom = step.pattern, c.packed_mask = true, c.csr = i % 4 == 1;
+      }
+  for (const NamedRequests& step : {kSteps[0], kSteps[3]}) {
+    Case& c = table.add(fmt::format("packed_latent_{}", step.name), 16, 1, {576, 512}, kDTypes[0], step.requests);
+    c.spec.kv_format = KvFormat::latent, c.spec.block_size = 64;
+    c.spec.mask.custom = true, c.custom = CustomPattern::random, c.packed_mask = true;
+  }
+}
+
 }  // namespace imbrex

@@ -43,8 +43,8 @@ class MirrorPlan final : public AttentionPlan {
   void update(const Batch& batch, Stream) override {
     Batch step = batch;
     if ((batch.num_reqs() + batch.num_tokens()) % 2 == 1) {
-      TensorView Batch::*const members[] = {&Batch::block_table,  &Batch::kv_indptr,    &Batch::kv_indices, &Batch::kv_last_page_len,
-                                            &Batch::kv_start_loc, &Batch::slot_mapping, &Batch::custom_mask};
+      TensorView Batch::*const members[] = {&Batch::block_table,  &Batch::kv_indptr,    &Batch::kv_indices,  &Batch::kv_last_page_len,
+                                            &Batch::kv_start_loc, &Batch::slot_mapping, &Batch::custom_mask, &Batch::packed_mask};
       size_t i = 0;
       for (const auto member : members) step.*member = memory_->take(arrays_[i++], batch.*member);
     }
@@ -82,7 +82,7 @@ class MirrorPlan final : public AttentionPlan {
  private:
   std::shared_ptr<AttentionPlan> plan_;
   std::shared_ptr<MirrorMemory> memory_;
-  std::array<Mirrored, 7> arrays_;
+  std::array<Mirrored, 8> arrays_;
 };
 
 }  // namespace

@@ -101,6 +101,7 @@ MlaCaseFile parse_mla_case(const Safetensors& file) {
   in.sinks = tensors.take_if(spec.sinks, "sinks", DType::f32, {spec.num_heads});
   in.custom_mask = tensors.take_if(spec.mask.custom, "custom_mask", DType::u8, {num_pairs});
   in.positions = take_positions(tensors, spec.mask.positions, num_tokens);
+  in.draft_parents = take_draft_parents(tensors, spec.mask.tree && tensors.has("draft_parents"), in.requests);
   in.k_scale = in.v_scale = tensors.take_if(is_fp8(spec.kv_dtype) && tensors.has("scale"), "scale", DType::f32, {1});
   check_case_scale(in.k_scale, 1);
   c.out = floats_of(tensors.take("out", {DType::f32}, {num_tokens, spec.num_heads, spec.out_dim()}));
@@ -133,6 +134,7 @@ Safetensors to_safetensors(const MlaCaseFile& c) {
                                                                 {"sinks", &in.sinks},
                                                                 {"custom_mask", &in.custom_mask},
                                                                 {"positions", &in.positions},
+                                                                {"draft_parents", &in.draft_parents},
                                                                 {"scale", &in.k_scale}};
   for (const auto& [name, tensor] : optional)
     if (!tensor->empty()) file.tensors[name] = *tensor;

@@ -123,6 +123,59 @@ void add_mla_scales(MlaTable& table) {
     }
 }
 
+// Trees of drafts beside prompts and decode: with as many rows as a tile of a GPU's kernels has and with more, on both sides of a block's
+// end, in every format that has its own reader, and prompts whose keys may be expanded.
+void add_mla_trees(MlaTable& table) {
+  struct Tree {
+    const char* name;
+    TreePattern tree;
+    Mask mask;
+    bool sinks;
+  };
+  using enum TreePattern;
+  const Tree trees[] = {{"binary", binary, {}, false},
+                        {"random", random, {}, true},
+                        {"wide", wide, {}, false},
+                        {"forest", forest, {}, false},
+                        {"chain", none, {}, true},
+                        {"window", random, {.window_left = 40}, false},
+                        {"short_window", random, {.window_left = 2}, true},
+                        {"chunk", random, {.chunk = 9, .chunk_lookback = 1}, false}};
+  const Requests border{{8, 131}, {13, 13}, {1, 64}, {20, 140}, {7, 129}}, nodes{{64, 200}, {33, 33}, {6, 128}, {64, 64}, {16, 75}},
+      beside_prompts{{90, 150}, {8, 60}, {0, 9}, {1, 140}, {66, 66}, {9, 9}};
+  const NamedRequests steps[] = {{"verify", kVerify}, {"border", border}, {"nodes", nodes}, {"mixed", beside_prompts}};
+  const auto set = [](MlaCase& c, const Tree& t) {
+    c.spec.mask = t.mask, c.spec.mask.tree = true;
+    c.spec.sinks = t.sinks;
+    c.attention.tree = t.tree;
+  };
+  for (const Tree& t : trees)
+    for (const NamedRequests& step : steps)
+      set(table.add(fmt::format("tree_{}_{}", t.name, step.name), spec_of(kSmallMla, table.types()), step.requests), t);
+  const Requests few{{5, 40}, {8, 70}, {70, 90}};
+  const MlaShape shapes[] = {{2, 512, 128, 64, 128}, {16, 512, 32, 64, 16}, {33, 128, 16, 32, 16}};
+  for (const MlaShape& s : shapes)
+    for (const DTypes types : {kDTypes[0], kDTypes[3]})
+      set(table.add(fmt::format("tree_q{}_{}_{}_{}", s.heads, s.latent, to_string(types.q), to_string(types.kv)), spec_of(s, types), few),
+          trees[1]);
+  for (const int block_size : {1, 5, 64}) {
+    MlaCase& c = table.add(fmt::format("tree_page{}", block_size), spec_of(kSmallMla, kDTypes[0]), border);
+    set(c, trees[1]);
+    c.spec.block_size = block_size, c.attention.csr = block_size == 1;
+  }
+  for (const DTypes types : {kDTypes[0], kDTypes[1]}) {
+    MlaCase& c = table.add(fmt::format("tree_absorbed_{}", to_string(types.q)), spec_of(kSmallMla, types), beside_prompts);
+    set(c, trees[0]);
+    c.spec.absorbed = true;
+  }
+  MlaCase& records = table.add("tree_records", spec_of(shapes[0], {DType::bf16, DType::fp8_e4m3}), few);
+  set(records, trees[0]);
+  records.spec.kv_format = KvFormat::fp8_ds_mla, records.spec.block_size = 64;
+  MlaCase& parts = table.add("tree_parts", spec_of(shapes[0], kDTypes[0]), few);
+  set(parts, trees[3]);
+  parts.spec.kv_format = KvFormat::latent_rope;
+}
+
 }  // namespace
 
 std::span<const MlaCase> mla_cases() {
@@ -134,6 +187,7 @@ std::span<const MlaCase> mla_cases() {
     add_mla_masks(table);
     add_mla_absorbed(table);
     add_mla_scales(table);
+    add_mla_trees(table);
     for (MlaCase& c : table.cases) c.attention.spec = c.spec.latent_spec();
     return std::move(table.cases);
   }();

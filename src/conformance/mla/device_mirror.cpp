@@ -44,7 +44,8 @@ class MlaMirrorPlan final : public MlaPlan {
     Batch step = batch;
     if ((batch.num_reqs() + batch.num_tokens()) % 2 == 1) {
       TensorView Batch::*const members[] = {&Batch::block_table,      &Batch::kv_indptr,    &Batch::kv_indices,
-                                            &Batch::kv_last_page_len, &Batch::slot_mapping, &Batch::custom_mask};
+                                            &Batch::kv_last_page_len, &Batch::slot_mapping, &Batch::custom_mask,
+                                            &Batch::packed_mask};
       size_t i = 0;
       for (const auto member : members) step.*member = memory_->take(arrays_[i++], batch.*member);
     }
@@ -87,7 +88,7 @@ class MlaMirrorPlan final : public MlaPlan {
   std::shared_ptr<MlaPlan> plan_;
   std::shared_ptr<MlaMirrorMemory> memory_;
   MlaMirrorOptions options_;
-  std::array<Mirrored, 6> arrays_;
+  std::array<Mirrored, 7> arrays_;
   mutable DeviceGraph graph_;
   mutable std::array<TensorView, 9> captured_;
 };

@@ -125,15 +125,15 @@ Expected expect(const MlaCaseInputs& in) {
   CaseInputs all = latent;  // requests, masks, positions and sinks are the same
   all.spec = spec.expanded_spec();
   all.spec.kv_dtype = DType::f32;  // rounded by nothing but the naive computation
-  all.k_scale = all.v_scale = {};
-  const HostTensor cached = as_cached(latent.k, spec.kv_dtype, latent.k_scale);
+  all.k_scale = all.v_scale = all.k_rope_scale = {};
+  const HostTensor cached = as_read(latent, KvPart::k);
   const int64_t keys = cached.sizes[0], tokens = latent.q.sizes[0];
   all.k = HostTensor::make(DType::f32, {keys, heads, nope + rope});
   all.v = HostTensor::make(DType::f32, {keys, heads, v});
   std::vector<double> weight(static_cast<size_t>(in.kv_b.num_elements())), row(size_t(rank + rope));
   for (size_t i = 0; i < weight.size(); ++i) weight[i] = in.kv_b.get(int64_t(i));
   for (int64_t j = 0; j < keys; ++j) {
-    for (int64_t d = 0; d < rank + rope; ++d) row[size_t(d)] = cached.get(j * (rank + rope) + d) * scale_of_head(cached, latent.k_scale, 0);
+    for (int64_t d = 0; d < rank + rope; ++d) row[size_t(d)] = cached.get(j * (rank + rope) + d);
     for (int64_t h = 0; h < heads; ++h) {
       for (int64_t n = 0; n < nope + v; ++n) {
         const double* const w = &weight[size_t((h * (nope + v) + n) * rank)];

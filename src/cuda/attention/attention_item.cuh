@@ -25,6 +25,12 @@ struct KeyRange {
   int lo, hi;  // keys [lo, hi); empty when lo >= hi
 };
 
+// Whether a custom mask, a byte or a bit each, shows what has such a number in it: a query and a key.
+DEVICE bool custom_shows(const AttentionParams& p, long number) {
+  const u32 byte = p.custom_mask[p.mask_is_packed ? number >> 3 : number];
+  return (p.mask_is_packed ? byte >> (number & 7) & 1u : byte) != 0;
+}
+
 // Keys that the query at `position` sees, the length of its request and custom masks aside. Both ends rise with the position.
 DEVICE KeyRange visible_keys(const AttentionParams& p, int position) {
   KeyRange keys{-kFar, kFar};

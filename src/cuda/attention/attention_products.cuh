@@ -246,10 +246,10 @@ class Scores {
         const int row = computed_here(row_of(m, h)), first = begin + 2 * (lane_ % 4);
         const KeyRange keys = seen_by(p_, slot_.item, row);
         const int lo = max(keys.lo, slot_.item.lo) - first, hi = min(keys.hi, slot_.item.hi) - first;
-        const unsigned char* custom = nullptr;
+        long custom = 0;
         if constexpr (kCustomMask) {
           const int query = slot_.item.query_index + (slot_.item.row_begin + min(row, slot_.item.num_rows - 1)) / kGroup;
-          custom = p_.custom_mask + p_.custom_start[slot_.item.request] + long(query) * slot_.item.seq_len + first;
+          custom = p_.custom_start[slot_.item.request] + long(query) * slot_.item.seq_len + first;
         }
         ExpressionInputs in{};
         if constexpr (kMaskMod) in = expression_inputs(p_, slot_.item, row, p_.mask_tensors);
@@ -260,7 +260,7 @@ class Scores {
           bool seen = key < hi;
           if constexpr (kTree) seen = seen && shows(word, bit + key);
           if constexpr (kWindow) seen = seen && key >= lo;
-          if constexpr (kCustomMask) seen = seen && custom[key] != 0;
+          if constexpr (kCustomMask) seen = seen && custom_shows(p_, custom + key);
           if constexpr (kMaskMod) seen = seen && mask_mod(of_key(in, first + key));
           if (!seen) x = -infinity();
         });

@@ -168,7 +168,7 @@ class Consumer {
       bool sees = key >= max(seen.lo, item.lo) && key < min(seen.hi, item.hi);
       if constexpr (kCustomMask) {
         const long query = item.query_index + (item.row_begin + row) / kGroup;
-        if (sees) sees = p_.custom_mask[p_.custom_start[item.request] + query * item.seq_len + key] != 0;
+        if (sees) sees = custom_shows(p_, p_.custom_start[item.request] + query * item.seq_len + key);
       }
       if (!sees) x = -infinity();
     }

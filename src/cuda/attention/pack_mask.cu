@@ -1,6 +1,6 @@
-// Masks as prefill with wgmma reads them (attention_sm90_mask.cuh): custom masks, of which the caller has a byte for each query token and
-// key, and a layer's mask_mod, which is computed here. Launched by cuda/plan/plan_run.cpp: of bytes in front of each run, since a caller
-// may change them; of a mask_mod once a step.
+// Masks as prefill with wgmma reads them (attention_sm90_mask.cuh): custom masks, of which the caller has a byte or a bit for each query
+// token and key, and a layer's mask_mod, which is computed here. Launched by cuda/plan/plan_run.cpp: of the caller's in front of each run,
+// since a caller may change them; of a mask_mod once a step.
 //
 // Memory: each byte that a query may see is read once, and written as a bit: 4096 x 4096 causal are 8.4 MB, 3 us at 3 TB/s. A warp takes
 // 1024 keys of a token at a time, a thread block the tokens of an item and 32 tiles of keys: a word of its flags.
@@ -46,6 +46,17 @@ DEVICE u32 packed(int begin, const KeyRange& seen, const Shows& shows) {
   return mine;
 }
 
+// Likewise where the caller's mask has bits: a lane takes 32 of them from the five bytes that they lie in.
+DEVICE u32 gathered(const AttentionParams& p, long first_number, int begin, const KeyRange& seen) {
+  const int from = max(begin + 32 * lane_id(), seen.lo), to = min(begin + 32 * lane_id() + 32, seen.hi);
+  if (from >= to) return 0;
+  const long bit = first_number + from, last = first_number + to - 1;
+  u64 bits = 0;
+  for (long byte = bit >> 3; byte <= last >> 3; ++byte) bits |= u64(p.custom_mask[byte]) << 8 * int(byte - (bit >> 3));
+  const u32 word = u32(bits >> int(bit & 7)) & (~0u >> (32 - (to - from)));
+  return word << (from - (begin + 32 * lane_id()));
+}
+
 DEVICE void pack(const AttentionParams& p, SharedStorage& shared, int request, int task) {
   const int first_token = p.query_start[request], q_len = p.query_start[request + 1] - first_token, seq_len = p.seq_lens[request];
   const int words = (seq_len + kTaskKeys - 1) / kTaskKeys, word = task % words, first_query = task / words * kItemTokens;
@@ -57,6 +68,7 @@ DEVICE void pack(const AttentionParams& p, SharedStorage& shared, int request, i
   if (int(threadIdx.x) < int(sizeof shared / sizeof(u32))) reinterpret_cast<u32*>(&shared)[threadIdx.x] = 0;
   __syncthreads();
   for (int token = warp_id(); token < num_tokens; token += kWarps) {
+    const long first_number = kMaskMod ? 0 : p.custom_start[request] + long(first_query + token) * seq_len;
     const auto shows = [&] {
       if constexpr (kMaskMod) {
         const ExpressionInputs in{.score = 0.f,
@@ -69,7 +81,7 @@ DEVICE void pack(const AttentionParams& p, SharedStorage& shared, int request, i
                                   .tensors = p.mask_tensors};
         return [=](int key) { return mask_mod(of_key(in, key)); };
       } else {
-        const unsigned char* const mask = p.custom_mask + p.custom_start[request] + long(first_query + token) * seq_len;
+        const unsigned char* const mask = p.custom_mask + first_number;
         return [=](int key) { return mask[key] != 0; };
       }
     }();
@@ -78,7 +90,7 @@ DEVICE void pack(const AttentionParams& p, SharedStorage& shared, int request, i
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int begin = task_begin + chunk * kChunkKeys;
       if (begin >= hi || begin + kChunkKeys <= lo) continue;
-      const u32 mine = packed(begin, seen, shows);
+      const u32 mine = !kMaskMod && p.mask_is_packed ? gathered(p, first_number, begin, seen) : packed(begin, seen, shows);
       const u32 any = __ballot_sync(kFullWarp, mine != 0), part = __ballot_sync(kFullWarp, mine != ~0u);
       if (begin / 32 + lane_id() < p.mask_words) row[begin / 32 + lane_id()] = mine;
       if (lane_id() == 0) {

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "core/check.h"
 #include "core/tensor_format.h"
@@ -181,9 +182,24 @@ TensorView DeviceMlaPlan::place_slots(const TensorView& slots, bool captured) co
   return placed;
 }
 
+// Under Mask::tree: what a slice has of a request that is cut, which is a chain, follows the request's keys in front of it.
+static void begin_parts_anew(const Batch& batch, BatchPart& part, Batch& of) {
+  const auto& starts = part.query_start_loc;
+  for (int r = 0; r < batch.num_reqs() && !of.draft_parents.empty(); ++r) {
+    const int first = starts[size_t(r)], count = starts[size_t(r) + 1] - first;
+    if (count == 0 || count == batch.query_len(r)) continue;
+    if (of.draft_parents.data() != part.draft_parents.data()) {
+      part.draft_parents.assign(of.draft_parents.begin(), of.draft_parents.end());
+      of.draft_parents = part.draft_parents;
+    }
+    std::iota(part.draft_parents.begin() + first, part.draft_parents.begin() + first + count, -1);
+  }
+}
+
 // Of a host's block table only the rows of the slice's requests are passed on, since each slice's plan sends them.
 Batch DeviceMlaPlan::batch_of_slice(const Batch& batch, LatentSlice& slice) const {
   Batch of = batch_of(batch, slice.part);
+  begin_parts_anew(batch, slice.part, of);
   if (!slice.seq_lens.empty()) of.seq_lens = slice.seq_lens;
   if (outline_.latent_slices == 1 || batch.block_table.empty() || !on_host(batch.block_table)) return of;
   const auto& starts = slice.part.query_start_loc;
@@ -191,6 +207,8 @@ Batch DeviceMlaPlan::batch_of_slice(const Batch& batch, LatentSlice& slice) cons
   const size_t end = size_t(std::ranges::lower_bound(starts, starts.back()) - starts.begin());
   of.query_start_loc = of.query_start_loc.subspan(first, end - first + 1);
   of.seq_lens = of.seq_lens.subspan(first, end - first);
+  if (!of.num_drafts.empty()) of.num_drafts = of.num_drafts.subspan(first, end - first);
+  if (!of.mask_indptr.empty()) of.mask_indptr = of.mask_indptr.subspan(first, end - first + 1);
   of.block_table = batch.block_table.slice(0, int64_t(first), int64_t(end));
   return of;
 }

@@ -13,6 +13,7 @@ namespace {
 constexpr int64_t kUnit = 256;                        // bytes that a tensor's place is a multiple of
 constexpr int64_t kMostScratch = int64_t{244} << 20;  // of a workspace: less than 256 * 10^6
 constexpr int kTokenUnit = 32, kLeastTokens = 64;     // of a slice that is not the whole step
+static_assert(kLeastTokens >= kMostTreeTokens, "a request that is a tree is not cut");
 // Queries of a request that share an expansion of its keys: that of 8192 keys costs as much as attention of 400 queries to them.
 constexpr int kSliceTokens = 4096, kLeastSliceTokens = 512;
 // Keys of a request that are expanded together: to merge their results with others costs a twentieth of attention to them.
@@ -106,7 +107,8 @@ class Maker {
     const int all = limits.max_num_tokens, queries = most_query_len(limits);
     const bool cuts = can_cut_queries(spec_.mask), whole = spec_.absorbed || (options_.on_device && !o_.may_expand);
     const int least = std::min(all, whole ? all : cuts ? kLeastTokens : std::max(kLeastTokens, queries));
-    int tokens = parts_.slice_tokens > 0 ? std::min(all, std::max(parts_.slice_tokens, whole || !cuts ? least : 1)) : all;
+    const bool has_least = whole || !cuts || spec_.mask.tree;
+    int tokens = parts_.slice_tokens > 0 ? std::min(all, std::max(parts_.slice_tokens, has_least ? least : 1)) : all;
     o_.latent = latent_scratch(tokens);
     // Attention may need more scratch for shorter slices, whose requests it cuts into more pieces: so lengths are tried.
     const int64_t each = latent_places(spec_, 0, 1 << 10).end >> 10, most = kMostScratch / each;  // bytes of a token

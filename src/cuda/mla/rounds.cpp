@@ -25,6 +25,7 @@ bool can_expand_on_device(const Mask& mask) { return can_expand(mask) && mask.wi
 std::vector<AttentionSpec> round_specs(const MlaSpec& spec) {
   AttentionSpec causal = spec.expanded_spec();
   causal.score.sinks = false;  // they belong to all pieces together
+  causal.mask.tree = false;    // requests with expanded keys are chains
   AttentionSpec whole = causal;
   whole.kind = AttentionKind::encoder_decoder;
   whole.mask.causal = false;

@@ -51,7 +51,8 @@ PlanBatchParams DevicePlan::params(const DeviceBatch& batch) const {
   p.kv_stride = table.empty() ? 0 : table.stride(0);
   p.kv_entries = std::min<long>(!table.empty() ? table.size(1) : spec_.block_size > 0 ? batch.kv_indices.size(0) : INT32_MAX, INT32_MAX);
   p.entry_keys = std::max(spec_.block_size, 1);
-  p.mask_bytes = batch.custom_mask.size(0);
+  p.mask_is_packed = !batch.packed_mask.empty();
+  p.mask_size = p.mask_is_packed ? 8 * batch.packed_mask.size(0) : batch.custom_mask.size(0);
   p.num_reqs = int(batch.num_reqs());
   p.max_tokens = max_tokens(batch, limits_);
   p.min_query_len = limits_.min_query_len;

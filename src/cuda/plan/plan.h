@@ -85,6 +85,7 @@ class Plan final : public StepPlan {
   struct BatchArrays {
     const int* block_ids = nullptr;
     const unsigned char* custom_mask = nullptr;
+    bool mask_is_packed = false;
     TensorView slots;
     bool has_slots = false;
   };
@@ -155,6 +156,7 @@ class Plan final : public StepPlan {
   Arrays arrays_;
   std::unique_ptr<PlanArrays> memory_;
   std::vector<TreeNode> nodes_;               // of a batch, while an update puts them down
+  std::vector<long> mask_starts_;             // of prepare()
   DeviceBuffer counters_;                     // a task of each regime, then arrivals
   PackedMask mask_;
   DeviceBuffer step_mask_;  // what mask_ of a mask_mod lies in

@@ -78,7 +78,7 @@ DEVICE int broken_rule(const PlanBatchParams& p, int r, const Request& q) {
   if (q.seq_len < 0 || q.seq_len > p.max_seq_len) return kKeysFit;
   if (p.queries_are_keys && q.seq_len < q_len) return kQueriesAreKeys;
   if (!has_room(p, r, q.seq_len)) return kBlocksSuffice;
-  if (p.custom_start != nullptr && (q.mask_begin < 0 || long(q_len) * q.seq_len > p.mask_bytes - q.mask_begin)) return kMaskSuffices;
+  if (p.custom_start != nullptr && (q.mask_begin < 0 || long(q_len) * q.seq_len > p.mask_size - q.mask_begin)) return kMaskSuffices;
   return kNumBatchRules;
 }
 
@@ -86,15 +86,16 @@ DEVICE int broken_rule(const PlanBatchParams& p, int r, const Request& q) {
 DEVICE void take_requests(const PlanBatchParams& p, SharedStorage& s) {
   if (threadIdx.x == 0) s.starts_fall = 0;
   __syncthreads();
-  long mask_bytes = 0;
+  long mask_end = 0;
   for (int first = 0; first < p.num_reqs; first += num_threads()) {
     const int r = first + int(threadIdx.x);
     Request q{};
     if (r < p.num_reqs) q = {p.starts_from[r], p.starts_from[r + 1], p.lengths_from[r], 0};
     if (p.custom_start != nullptr) {
-      const Sums bytes = sums_over_block(max(long(q.end) - q.begin, 0l) * max(q.seq_len, 0), s);
-      q.mask_begin = mask_bytes + bytes.before;
-      mask_bytes += bytes.all;
+      const long pairs = max(long(q.end) - q.begin, 0l) * max(q.seq_len, 0);
+      const Sums sums = sums_over_block(p.mask_is_packed ? (pairs + 7) / 8 * 8 : pairs, s);  // bits begin with a byte of their own
+      q.mask_begin = mask_end + sums.before;
+      mask_end += sums.all;
     }
     if (r >= p.num_reqs) continue;
     const int rule = broken_rule(p, r, q);

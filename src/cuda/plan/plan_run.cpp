@@ -48,7 +48,10 @@ AttentionParams Plan::batch_params(void* mask_memory) const {
   a.seq_lens = m.device(arrays_.seq_lens);
   a.block_ids = spec_.block_size > 0 ? arrays.block_ids : nullptr;
   a.block_start = m.device(arrays_.block_start);
-  if (spec_.mask.custom) a.custom_mask = arrays.custom_mask, a.custom_start = m.device(arrays_.custom_start);
+  if (spec_.mask.custom) {
+    a.custom_mask = arrays.custom_mask, a.mask_is_packed = arrays.mask_is_packed;
+    a.custom_start = m.device(arrays_.custom_start);
+  }
   if (mask_.words > 0) {
     a.mask_bits = gpu::array_in(mask_memory, mask_.bits), a.seen_tiles = gpu::array_in(mask_memory, mask_.seen_tiles);
     a.mask_words = mask_.words, a.seen_tile_words = mask_.seen_tile_words;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention/mask_mod_stretches.h"
+#include "attention/packed_mask.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
 #include "cuda/attention/expressions.h"
@@ -24,7 +25,11 @@ void check_batch_memory(const Batch& batch, Device device) {
   check_one(batch.kv_start_loc, "kv_start_loc");
   check_one(batch.slot_mapping, "slot_mapping");
   check_one(batch.custom_mask, "custom_mask");
+  check_one(batch.packed_mask, "packed_mask");
 }
+
+// That which the batch has of the two, bytes or bits.
+const TensorView& custom_mask_of(const Batch& batch) { return batch.packed_mask.empty() ? batch.custom_mask : batch.packed_mask; }
 
 // The number of block ids of the requests' keys, in whichever of the batch's arrays they are; 0 without blocks.
 int64_t num_block_ids(const Batch& batch, const AttentionSpec& spec) {
@@ -54,11 +59,11 @@ Plan::BatchArrays Plan::place(const Batch& batch, bool captured) const {
           count);
     placed.block_ids = on_host(ids) ? memory_->device(arrays_.block_ids) : ids.as<const int>();
   }
-  if (!batch.custom_mask.empty()) {
-    const TensorView& mask = batch.custom_mask;
+  if (const TensorView& mask = custom_mask_of(batch); !mask.empty()) {
     check(!on_host(mask) || mask.size(0) <= int64_t(arrays_.custom_mask.capacity), "update.custom_mask",
           "expected a host custom mask of {} bytes at most, got {}: put it into device memory", arrays_.custom_mask.capacity, mask);
     placed.custom_mask = on_host(mask) ? memory_->device(arrays_.custom_mask) : mask.as<const unsigned char>();
+    placed.mask_is_packed = !batch.packed_mask.empty();
   }
   placed.has_slots = !batch.slot_mapping.empty();
   if (placed.has_slots) {
@@ -67,9 +72,11 @@ Plan::BatchArrays Plan::place(const Batch& batch, bool captured) const {
                                                : batch.slot_mapping;
   }
   // A run() that is captured together with an update_on_device() reads the arrays which that names.
-  const bool same = captured || ((!captured_run_ || (placed.block_ids == before.block_ids && placed.custom_mask == before.custom_mask)) &&
-                                 (!captured_write_ || placed.slots.data == before.slots.data));
-  check(same, "update.moved", "a captured graph reads the block ids, slots or custom mask of an earlier update from another place");
+  const bool same_run =
+      placed.block_ids == before.block_ids && placed.custom_mask == before.custom_mask && placed.mask_is_packed == before.mask_is_packed;
+  const bool same = captured || ((!captured_run_ || same_run) && (!captured_write_ || placed.slots.data == before.slots.data));
+  check(same, "update.moved",
+        "a captured graph reads the block ids, slots or custom mask of an earlier update from another place, or bytes in place of bits");
   return placed;
 }
 
@@ -191,12 +198,8 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
   std::copy_n(batch.seq_lens.data(), reqs, m.put(arrays_.seq_lens, reqs));
   put_key_starts(batch, step);
   if (spec_.mask.custom) {
-    long* starts = m.put(arrays_.custom_start, reqs);
-    long start = 0;
-    for (int r = 0; r < step.num_reqs; ++r) {
-      starts[r] = start;
-      start += long(batch.query_len(r)) * batch.seq_lens[r];
-    }
+    find_mask_starts(batch, mask_starts_);
+    std::ranges::copy(mask_starts_, m.put(arrays_.custom_start, reqs));
   }
   if (step.flat.kv_heads > 0) {
     flat_->put_starts(batch, m.put(arrays_.flat_start, reqs));
@@ -227,10 +230,8 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
   if (!batch.slot_mapping.empty() && on_host(batch.slot_mapping))
     std::copy_n(batch.slot_mapping.as<const long>(), step.num_tokens, m.put(arrays_.slots, size_t(step.num_tokens)));
   put_block_ids(batch, step);
-  if (!batch.custom_mask.empty() && on_host(batch.custom_mask)) {
-    const size_t bytes = size_t(batch.custom_mask.size(0));
-    std::copy_n(batch.custom_mask.as<const unsigned char>(), bytes, m.put(arrays_.custom_mask, bytes));
-  }
+  if (const TensorView& mask = custom_mask_of(batch); !mask.empty() && on_host(mask))
+    std::copy_n(mask.as<const unsigned char>(), size_t(mask.size(0)), m.put(arrays_.custom_mask, size_t(mask.size(0))));
   if (mask_tensors > 0)
     pack_mask_tensors(spec_, batch.mask_tensors, m.put(arrays_.mask_elements, size_t(mask_tensor_bytes(spec_, batch.mask_tensors))));
 }

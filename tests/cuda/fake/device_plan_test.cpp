@@ -85,6 +85,8 @@ TEST_F(DevicePlans, RefuseWhatTheHostSees) {
       {"batch.slot_mapping.size", [](DeviceBatch& b) { b.max_num_tokens = 0; }},
       {"batch.num_tokens.limit", [](DeviceBatch& b) { b.max_num_tokens = 65; }},
       {"batch.custom_mask.unexpected", [](DeviceBatch& b) { b.custom_mask = b.seq_lens; }},
+      {"batch.packed_mask.unexpected", [](DeviceBatch& b) { b.packed_mask = b.seq_lens; }},
+      {"batch.packed_mask.ambiguous", [](DeviceBatch& b) { b.packed_mask = b.custom_mask = b.seq_lens; }},
       {"batch.num_reqs.limit", [](DeviceBatch& b) { b.seq_lens.sizes[0] = 5; }},
   };
   const auto plan = plan_for();
@@ -97,6 +99,9 @@ TEST_F(DevicePlans, RefuseWhatTheHostSees) {
   }
   spec.mask.custom = true;
   EXPECT_EQ(error_code([&] { plan_for()->update_on_device(batch); }), "batch.custom_mask.missing");
+  DeviceBatch packed = batch;
+  packed.packed_mask = batch.seq_lens;
+  EXPECT_EQ(error_code([&] { plan_for()->update_on_device(packed); }), "batch.packed_mask.dtype");
   spec.mask.custom = false;
   const TensorView positions = upload<int32_t>({19, 18, 69, 0, 0}, DType::i32, {5});
   const auto code_with = [&](TensorView given) {

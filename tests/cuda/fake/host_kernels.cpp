@@ -68,7 +68,9 @@ bool sees(const AttentionParams& p, int request, int query, int position, int j)
   const int q_len = p.query_start[request + 1] - p.query_start[request], context = p.seq_lens[request] - q_len;
   if (spec.mask.tree && q_len <= kMostTreeTokens && j >= context)
     return (p.tree_seen[p.query_start[request] + query] >> (j - context) & 1) != 0;
-  return !spec.mask.custom || p.custom_mask[p.custom_start[request] + long(query) * p.seq_lens[request] + j] != 0;
+  if (!spec.mask.custom) return true;
+  const long number = p.custom_start[request] + long(query) * p.seq_lens[request] + j;
+  return (p.mask_is_packed ? p.custom_mask[number / 8] >> number % 8 & 1 : p.custom_mask[number]) != 0;
 }
 
 double logit(const AttentionParams& p, double dot, int head, int distance) {

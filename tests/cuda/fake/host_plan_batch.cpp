@@ -44,9 +44,10 @@ void plan_batch(const PlanBatchParams& p, const Mask& mask) {
   for (int r = 0; r < p.num_reqs; ++r) {
     p.block_start[r] = p.kv_starts ? p.kv_starts[r] : r * p.kv_stride;
     if (p.custom_start) p.custom_start[r] = custom;
-    custom += long(batch.query_len(r)) * batch.seq_lens[r];
+    const long pairs = long(batch.query_len(r)) * batch.seq_lens[r];
+    custom += p.mask_is_packed ? (pairs + 7) / 8 * 8 : pairs;
   }
-  if (custom > p.mask_bytes && p.custom_start) std::abort();
+  if (custom > p.mask_size && p.custom_start) std::abort();
   for (int token = 0; p.positions_from && token < batch.num_tokens(); ++token)
     p.positions[token] = std::clamp(p.positions_from[token], 0, p.most_position);
   if (p.positions && !mask.tree) batch.positions = {p.positions, size_t(batch.num_tokens())};

@@ -12,6 +12,7 @@
 #include "attention/kv_codec.h"
 #include "attention/mask.h"
 #include "attention/mask_mod_stretches.h"
+#include "attention/packed_mask.h"
 #include "attention/position_bias.h"
 #include "attention/reference.h"
 #include "attention/shared_keys.h"
@@ -56,12 +57,9 @@ class LanesPlan final : public AttentionPlan {
     seq_lens_.assign(batch.seq_lens.begin(), batch.seq_lens.end());
     positions_.assign(batch.positions.begin(), batch.positions.end());
     block_start_.assign(size_t(batch.num_reqs()), 0);
-    custom_start_ = block_start_;
-    long custom = 0;
-    for (int r = 0; r < batch.num_reqs(); ++r) {
+    for (int r = 0; r < batch.num_reqs(); ++r)
       block_start_[size_t(r)] = spec_.block_size == 0 ? batch.kv_start_loc.as<const int>()[r] : r * batch.block_table.stride(0);
-      custom_start_[size_t(r)] = std::exchange(custom, custom + long(batch.query_len(r)) * batch.seq_lens[size_t(r)]);
-    }
+    find_mask_starts(batch, custom_start_);
     SchedulePolicy policy;
     policy.tile_q = std::max(1, tiles_.rows / spec_.group_size());
     policy.tile_kv = tiles_.keys;
@@ -96,7 +94,9 @@ class LanesPlan final : public AttentionPlan {
       p.k = side(kv.k, kv.k_scale), p.v = side(kv.v, kv.v_scale);
     p.query_start = query_start_.data(), p.seq_lens = seq_lens_.data();
     p.block_ids = batch_.block_table.as<const int>(), p.block_start = block_start_.data();
-    p.custom_mask = batch_.custom_mask.as<const unsigned char>(), p.custom_start = custom_start_.data(), p.positions = positions_.data();
+    p.mask_is_packed = !batch_.packed_mask.empty();
+    p.custom_mask = (p.mask_is_packed ? batch_.packed_mask : batch_.custom_mask).as<const unsigned char>();
+    p.custom_start = custom_start_.data(), p.positions = positions_.data();
     const cuda::TreeArrays trees(batch_, spec_.mask, p);
     const cuda::ExpressionArrays expressions(spec_, batch_, in, schedule_, p);
     const cuda::PlanCounts counts{int(schedule_.work.size()), int(schedule_.merges.size()), batch_.num_tokens(), batch_.num_reqs(),
