@@ -283,7 +283,7 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
 
     def _slots(self, metadata: Metadata) -> Dict[str, torch.Tensor]:
         """Where the plans write new keys; those of an encoder are not in the plans' step."""
-        return {} if self.crosses else {"slot_mapping": metadata.slot_mapping[: metadata.num_actual_tokens]}
+        return {} if self.crosses else {"slot_mapping": metadata.slot_mapping}
 
     def _update_on_device(self, metadata: Metadata) -> None:
         starts, tokens = metadata.query_start_loc, metadata.num_actual_tokens

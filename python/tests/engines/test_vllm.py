@@ -39,6 +39,15 @@ def test_serving(device, name):
     serve(Runner(device, on(device, MODELS[name])))
 
 
+def test_local_chunks_of_many_requests_at_their_ends(device):
+    runner = Runner(device, [{"attention_chunk_size": 32}])
+    requests = [runner.request(str(number), 40) for number in range(8)]
+    for request in requests:
+        runner.step([(request, 31)])
+    runner.step([(request, 2) for request in requests])  # a request for vLLM's builder on each side of the chunk's end
+    runner.step([(request, 1) for request in requests])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_types_of_models(device, dtype):
     serve(Runner(device, on(device, MODELS["all together"]), dtype=dtype))
@@ -134,6 +143,7 @@ def test_slots_that_no_plan_has(plain_rows, device):
         assert torch.equal(*written)
         last = [b[table[1]][:, :14].contiguous().view(torch.uint8) for b in (before, layer.kv_cache)]
         assert torch.equal(*last)
+        assert (layer.kv_cache[0][:, 0].contiguous().view(torch.uint8) == 0).all()  # of the null block, which may be read in place of others
 
 
 @on_gpu

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from serving import check, rounded  # noqa: E402
-from vllm_runner import Runner  # noqa: E402
+from vllm_runner import NULL_BLOCK, Runner  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
@@ -28,6 +28,19 @@ class MaskRunner(Runner):
             rswa_prefix_lens=None if model.rswa_window is None else prompts.to(self.device),
             causal=causal,
         )
+
+    def _place(self, index, requests, counts, total):
+        """As vLLM's manager of R-SWA: blocks between a prompt and the window are given back, and the null block, of zeros, stands for them."""
+        super()._place(index, requests, counts, total)
+        group, window = self.groups[index], self.config.model_config.rswa_window
+        for row, request in enumerate(requests if window is not None else []):
+            table, size = group.tables[request.name], group.spec.block_size
+            for block in range(-(-request.prompt // size), max(0, request.computed - window + 1) // size):
+                self._give_back(group, [table[block]])
+                table[block] = NULL_BLOCK
+            self.tables[index][row, : len(table)] = torch.tensor(table, dtype=torch.int32)
+            for layer in group.layers:
+                layer.kv_cache[NULL_BLOCK] = 0
 
     def mask_of(self, options, request, count):
         length = request.computed + count
@@ -131,6 +144,8 @@ def test_prompts_that_stay_visible(device, layers, mode):
     runner.step([(a, 1), (b, 1)])
     runner.step([(b, 1), (a, 1)], pad_tokens=1, pad_reqs=1)
     runner.step([(a, 40), (b, 2)])
+    runner.step([(b, 1), (a, 1)])
+    assert NULL_BLOCK in runner.groups[0].tables["a"] and NULL_BLOCK in runner.groups[0].tables["b"]
 
 
 @pytest.mark.parametrize("layers", [[{}], [{"per_layer_sliding_window": 9}, {}]])
