@@ -13,8 +13,8 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from .. import _core
 from ..engines import check_version, settings, type_name
 from ..plan import select
-from . import WRITTEN_FOR
-from .impl import Impl, kv_type
+from . import WRITTEN_FOR, masks
+from .impl import Impl, kind_of, kv_type
 from .metadata import Builder
 
 check_version("vLLM", vllm.__version__, WRITTEN_FOR, least_patch=False)
@@ -55,7 +55,19 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+        return attn_type in tuple(AttentionType)
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -106,32 +118,48 @@ def _spec_fields(given: Dict[str, Any]) -> Dict[str, Any]:
     config = get_current_vllm_config_or_none()
     model = None if config is None else config.model_config
     q_dtype = type_name(given["dtype"])
-    encoder = given["attn_type"] in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+    kind = kind_of(given["attn_type"])
+    encoder = kind == "encoder_only"
     return dict(
         num_q_heads=1 if model is None else model.get_num_attention_heads(config.parallel_config),
         num_kv_heads=1 if model is None else model.get_num_kv_heads(config.parallel_config),
         head_dim_qk=given["head_size"],
-        kind="encoder_only" if encoder else "decoder",
+        kind=kind,
         q_dtype=q_dtype,
         kv_dtype=q_dtype if encoder else kv_type(given["kv_cache_dtype"] or "auto", given["dtype"]),
         block_size=0 if encoder else given["block_size"] or 16,
-        causal=not encoder,
+        causal=kind == "decoder",
         window_left=127 if given.get("has_sliding_window") else -1,
         sinks=bool(given["has_sink"]),
+        alibi=False,
     )
+
+
+def _all_fields(given: Dict[str, Any]) -> List[Dict[str, Any]]:
+    """Of the plans that such a layer has: one for text, and those whose masks steps may ask for."""
+    fields = _spec_fields(given)
+    if fields["kind"] != "decoder":
+        return [fields]
+    if given.get("use_rswa"):
+        return [masks.retained_prompts(fields, 128)]
+    wanted = [fields]
+    if given["use_mm_prefix"]:
+        wanted.append(masks.with_images(fields))
+    if given.get("use_non_causal"):
+        wanted.append(masks.not_causal(fields))
+    return wanted
 
 
 def reasons_against(given: Dict[str, Any]) -> List[str]:
     """Why no backend of imbrex runs a layer of this configuration, a text for each that is for this kind of device; empty when one does."""
     device = _core.Device(described_device(given["device_capability"]))
     try:
-        spec = _core.AttentionSpec(**_spec_fields(given))
-        chosen = select(spec, device, forced=settings().backend)
+        found = [refusals_of(select(_core.AttentionSpec(**fields), device, forced=settings().backend)) for fields in _all_fields(given)]
     except _core.Error as error:
         return [f"imbrex: {error.code}: {error}"]
     except NotImplementedError as error:
         return [str(error)]
-    return refusals_of(chosen)
+    return list(dict.fromkeys(text for texts in found for text in texts))
 
 
 def refusals_of(chosen: Any) -> List[str]:

@@ -1,7 +1,7 @@
 """What builders of vLLM have in common, whatever their layers: settings, the layers of the group, and the limits of its plans."""
 
 from functools import cached_property
-from typing import Any, Dict, List
+from typing import Any, ClassVar, Dict, List
 
 import torch
 from vllm.config import get_layers_from_vllm_config
@@ -15,6 +15,8 @@ from ..plan import Workspace
 class BuilderSetup:
     """In front of a class of vLLM's builders."""
 
+    overlaps: ClassVar[bool] = False  # whether the halves of a step may be computed by turns on two streams (dual batch overlap)
+
     def _set_up(self, kv_cache_spec: Any, layer_names: List[str], vllm_config: Any, device: torch.device) -> None:
         """The first thing that __init__ does."""
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
@@ -26,11 +28,11 @@ class BuilderSetup:
 
     @cached_property
     def workspace(self) -> Workspace:
-        """Scratch that all plans of the device share."""
-        return shared_workspace(self.device_text)
+        """Scratch that all plans of the device share; with dual batch overlap, whose halves have builders of their own, those of a builder."""
+        return Workspace(self.device_text) if self.vllm_config.parallel_config.use_ubatching else shared_workspace(self.device_text)
 
     def _refuse_configuration(self) -> None:
-        if self.vllm_config.parallel_config.use_ubatching:
+        if self.vllm_config.parallel_config.use_ubatching and not self.overlaps:
             raise NotImplementedError("imbrex: expected one stream for a step, got dual batch overlap, whose halves have their own")
 
     def _limits(self, ahead: int = 0) -> Dict[str, int]:

@@ -21,8 +21,21 @@ def kv_type(kv_cache_dtype: str, model_dtype: Any) -> str:
     return names[kv_cache_dtype]
 
 
+def kind_of(attn_type: str) -> str:
+    """imbrex's name of vLLM's attention type."""
+    names = {
+        AttentionType.DECODER: "decoder",
+        AttentionType.ENCODER: "encoder_only",
+        AttentionType.ENCODER_ONLY: "encoder_only",
+        AttentionType.ENCODER_DECODER: "encoder_decoder",
+    }
+    if attn_type not in names:
+        raise NotImplementedError(f"imbrex: expected attention of a type of {', '.join(str(name) for name in names)}, got {attn_type}")
+    return names[attn_type]
+
+
 class Impl(AttentionImpl):
-    """An attention layer of a decoder or an encoder. The Builder of its group plans for it, under `plan_key`."""
+    """An attention layer of a decoder or an encoder, or cross attention between them. The Builder of its group plans for it, under `plan_key`."""
 
     can_return_lse_for_decode = False  # vLLM has no way to ask a layer without MLA for it
     lse_base_on_e = True  # imbrex's log-sum-exp is a natural logarithm
@@ -52,9 +65,8 @@ class Impl(AttentionImpl):
         self.sliding_window, self.soft_cap = sliding_window, float(logits_soft_cap or 0)
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        if attn_type not in (AttentionType.DECODER, AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
-            raise NotImplementedError(f"imbrex: expected attention of type decoder, encoder or encoder_only, got {attn_type}")
-        self.ragged = attn_type != AttentionType.DECODER
+        self.kind = kind_of(attn_type)
+        self.ragged = self.kind == "encoder_only"
         for name, value in extra.items():
             if value not in (None, False, -1):
                 raise NotImplementedError(f"imbrex: expected no {name}, got {value!r}")
@@ -72,7 +84,7 @@ class Impl(AttentionImpl):
         """The arguments of imbrex.AttentionSpec, of this layer and its group's cache."""
         q_dtype = type_name(model_dtype)
         return dict(
-            kind="encoder_only" if self.ragged else "decoder",
+            kind=self.kind,
             num_q_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim_qk=self.head_size,
@@ -81,7 +93,7 @@ class Impl(AttentionImpl):
             kv_dtype=q_dtype if self.ragged else kv_type(self.kv_cache_dtype, model_dtype),
             kv_format=self.kv_format,
             block_size=0 if self.ragged else kv_cache_spec.block_size,
-            causal=not self.ragged,
+            causal=self.kind == "decoder",
             sinks=self.sinks is not None,
             alibi=self.alibi_slopes is not None,
             **self.score_fields(),
@@ -137,9 +149,12 @@ class Impl(AttentionImpl):
         plan.write_kv(self.kv_of(layer, kv_cache), key, value)
 
     def do_kv_cache_update(self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Writes new k and v [tokens, num_kv_heads, head_size] to slot_mapping's slots; slot -1 is skipped."""
+        """Writes new k and v [tokens, num_kv_heads, head_size] to slot_mapping's slots; slot -1 is skipped. In cross attention these are an
+        encoder's tokens, which are written once, whereas the plan's step counts the decoder's."""
         if self.ragged:
             return
+        if self.kind == "encoder_decoder":
+            return scatter(self.kv_of(layer, kv_cache), self.kv_cache_dtype, kv_cache, key, value, slot_mapping)
         metadata = get_forward_context().attn_metadata
         if isinstance(metadata, list):
             metadata = metadata[0]
@@ -169,18 +184,19 @@ class Impl(AttentionImpl):
             raise NotImplementedError(f"imbrex: expected queries of f32, bf16 or f16 in vLLM, got {query.dtype}")
         if attn_metadata is None:  # a profiling run
             return output.fill_(0)
-        plan: Plan = attn_metadata.plans[self.plan_key]
+        plan: Plan = attn_metadata.plans_of_queries[self.plan_key]
         pages = KvLayer(key, value) if self.ragged else self.kv_of(layer, kv_cache)
         plan.run(query, pages, output[: attn_metadata.num_actual_tokens], **self.extras(query.device))
         return output
 
 
 def scatter(pages: KvLayer, kv_cache_dtype: str, kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """write_kv() with PyTorch alone, for slots that no plan has. Slot -1 becomes slot 0, in vLLM's null block, which nobody reads."""
+    """write_kv() with PyTorch alone, for slots that no plan has. For slot -1 zeros go to slot 0, in vLLM's null block, which stands for blocks that
+    no query sees, but may be read."""
     block_size = kv_cache.shape[2]
-    slots = slot_mapping.clamp(min=0)
+    slots, skipped = slot_mapping.clamp(min=0), (slot_mapping < 0)[:, None, None]
     for side, x, cache, scale in (("k", key, pages.k, pages.k_scale), ("v", value, pages.v, pages.v_scale)):
-        x = x[: slots.shape[0]]
+        x = x[: slots.shape[0]].masked_fill(skipped, 0)
         if scale is not None:
             kind = torch.float8_e5m2 if kv_cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn
             most = torch.finfo(kind).max

@@ -1,7 +1,7 @@
 """A step of vLLM's scheduler, planned once for the layers of a group."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Dict, List, Tuple
+from typing import Any, Callable, ClassVar, Dict, List, Optional, Tuple
 
 import torch
 from vllm.logger import init_logger
@@ -10,10 +10,26 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 from .. import _amx_packed, _core
 from ..engines import CheckedLayer, announce, as_bytes, check_pages, make_plan
 from ..plan import Plan, select
+from . import masks
 from .builders import BuilderSetup
 from .impl import Impl
 
 logger = init_logger("vllm.imbrex")  # below "vllm", whose handlers and level it has
+
+
+# The arguments of the spec under a mask that steps ask for, of those that a layer has otherwise.
+_MASKS: Dict[str, Callable[[Dict[str, Any]], Dict[str, Any]]] = {
+    "images": masks.with_images,
+    "not causal": masks.not_causal,
+    "by request": masks.causal_by_request,
+}
+
+
+def _of_rows(given: torch.Tensor, num_reqs: int, dtype: torch.dtype) -> torch.Tensor:
+    """A number for each request on the host, and 0 for those that pad a step."""
+    made = torch.zeros(num_reqs, dtype=dtype)
+    made[: given.shape[0]] = given[:num_reqs].to("cpu", dtype)
+    return made
 
 
 @dataclass
@@ -29,22 +45,28 @@ class Metadata(AttentionMetadata):
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     causal: bool = True
+    image_plans: Optional[Dict[Tuple, Plan]] = None  # of a step with images
+    mm_prefix_query_range_tensor: Optional[torch.Tensor] = None  # vLLM's Gemma 4 takes it away where layers see images as they see text
 
-
-# Fields of CommonAttentionMetadata that ask for what imbrex does not have here.
-_REFUSED = {
-    "mm_req_doc_ranges": "multimodal tokens that see each other in both directions",
-    "rswa_prefix_lens": "sliding windows with a visible prefix (R-SWA)",
-    "dcp_local_seq_lens": "decode context parallelism",
-    "encoder_seq_lens": "cross attention",
-    "logits_indices_padded": "fast prefill with a shared KV cache",
-}
+    @property
+    def plans_of_queries(self) -> Dict[Tuple, Plan]:
+        """Those that queries are computed with; new keys are written with `plans`."""
+        return self.plans if self.image_plans is None or self.mm_prefix_query_range_tensor is None else self.image_plans
 
 
 class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
     """A plan for each kind of layer in the group; vLLM calls build() once a step and, where it replays a graph, before that."""
 
-    caches: ClassVar[Tuple[str, ...]] = ("FullAttentionSpec", "SlidingWindowSpec", "EncoderOnlyAttentionSpec")  # others have pages of their own
+    caches: ClassVar[Tuple[str, ...]] = (  # others have pages of their own
+        "FullAttentionSpec",
+        "SlidingWindowSpec",
+        "EncoderOnlyAttentionSpec",
+        "ChunkedLocalAttentionSpec",
+        "CrossAttentionSpec",
+        "RSWASpec",
+    )
+    overlaps: ClassVar[bool] = True
+    refused: ClassVar[Dict[str, str]] = {"dcp_local_seq_lens": "decode context parallelism"}  # fields of CommonAttentionMetadata
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS  # a captured graph replays every batch within the limits
 
     def __init__(self, kv_cache_spec: Any, layer_names: List[str], vllm_config: Any, device: torch.device) -> None:
@@ -56,26 +78,67 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
             raise ValueError('imbrex: expected on_device "auto" or "always" with speculative decoding on a GPU, got "never"')
         self.on_device = inexact or (self.settings.on_device == "always" and self.device_text != "cpu")
         self.supports_draft_decode_metadata_update = self.on_device
+        self.rswa_window: Optional[int] = getattr(vllm_config.model_config, "rswa_window", None)
         self.plans: Dict[Tuple, Plan] = {}
         self.decode_plans = self.plans  # of steps with one token a request
+        self._masked_plans: Dict[str, Dict[Tuple, Plan]] = {}  # by the mask that steps ask for
         for layer in self.layers.values():
             if not isinstance(layer.impl, Impl):
                 raise NotImplementedError(f"imbrex: expected layers of its own in its group, got {type(layer.impl).__name__}")
         limits, packed = self._limits(self._ahead()), self._takes_packed_pages()
+        self._limits_of_plans = limits
         if self._decode_has_graphs():
             self.decode_plans = {}
         for layer in self.layers.values():
             layer.impl.kv_format = _amx_packed.FORMAT if packed else "strided"
-            fields = layer.impl.spec_fields(kv_cache_spec, vllm_config.model_config.dtype)
+            fields = self._fields_of(layer)
             layer.impl.plan_key = tuple(fields.items())
             if layer.impl.plan_key not in self.plans:
                 spec = _core.AttentionSpec(**fields)
                 self.plans[layer.impl.plan_key] = self._make_plan(spec, limits)
                 if self.decode_plans is not self.plans:
                     self.decode_plans[layer.impl.plan_key] = self._make_plan(spec, dict(self._decode_limits(limits), max_query_len=1))
+        if getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
+            self._plans_masked("images")  # before the first request with one waits for it
         self._checked = not self.settings.self_check
         if self._checked:
             self._announce("self check left out")
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """A graph launches the kernels of one plan, so that there is none of steps that may have images, or may not be causal."""
+        if getattr(vllm_config.attention_config, "use_non_causal", False):
+            return AttentionCGSupport.NEVER
+        if getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return cls._cudagraph_support
+
+    def _fields_of(self, layer: Any) -> Dict[str, Any]:
+        """The arguments of imbrex.AttentionSpec for a layer of the group."""
+        fields = layer.impl.spec_fields(self.kv_cache_spec, self.vllm_config.model_config.dtype)
+        if self.rswa_window is not None and fields["kind"] == "decoder":
+            return masks.retained_prompts(fields, self.rswa_window)
+        return fields
+
+    def _plans_masked(self, mask: str) -> Dict[Tuple, Plan]:
+        """A plan for each kind of layer under a mask that steps ask for."""
+        if mask not in self._masked_plans:
+            made: Dict[Tuple, Plan] = {}
+            for layer in self.layers.values():
+                if layer.impl.plan_key not in made:
+                    fields = _MASKS[mask](layer.impl.spec_fields(self.kv_cache_spec, self.vllm_config.model_config.dtype))
+                    made[layer.impl.plan_key] = self._make_plan(_core.AttentionSpec(**fields), self._limits_of_plans)
+            self._masked_plans[mask] = made
+        return self._masked_plans[mask]
+
+    def _limits(self, ahead: int = 0) -> Dict[str, int]:
+        limits, scheduler = super()._limits(ahead), self.vllm_config.scheduler_config
+        chunk = getattr(self.kv_cache_spec, "attention_chunk_size", None)
+        if chunk:  # vLLM makes a request of each chunk of a request
+            limits["max_num_reqs"] = 2 * limits["max_num_reqs"] + limits["max_num_tokens"] // chunk
+        if self.crosses:
+            limits["max_seq_len"] = max(limits["max_seq_len"], scheduler.max_num_encoder_input_tokens)
+        return limits
 
     def _make_plan(self, spec: _core.AttentionSpec, limits: Dict[str, int]) -> Plan:
         return make_plan(spec, self.device_text, self.settings, on_device=self.on_device, workspace=self.workspace, **limits)
@@ -111,7 +174,6 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
             ("num_head_slots", None),
             ("state_content_bytes", None),
             ("tokens_per_state", 1),
-            ("attention_chunk_size", None),
         ):
             value = getattr(spec, name, plain)
             if value != plain:
@@ -120,35 +182,74 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
             size = getattr(config.parallel_config, name)
             if size > 1:
                 raise NotImplementedError(f"imbrex: expected {name} 1, got {size}")
-        if config.cache_config.kv_sharing_fast_prefill:
-            raise NotImplementedError("imbrex: expected kv_sharing_fast_prefill to be off, got on")
         if self.device_text == "cpu" and config.kv_transfer_config is not None:
             raise NotImplementedError("imbrex: expected no KV connector on a CPU, got one")
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Metadata:
         cam = common_attn_metadata
         self._check_step(common_prefix_len, cam)
-        ragged = any(layer.impl.ragged for layer in self.layers.values())
-        if not ragged and cam.causal is not True:
-            raise NotImplementedError(f"imbrex: expected causal decoder layers, got causal={cam.causal}")
         if not self._checked:
             self._self_check()
-        metadata = Metadata(
-            **self._step_of(cam),
-            plans=self.decode_plans if cam.max_query_len == 1 else self.plans,
-            causal=not ragged,
-        )
+        plans, arrays = self._plans_of_step(cam)
+        metadata = Metadata(**self._step_of(cam), plans=plans, causal=self.decodes and cam.causal is True)
         if self.on_device:
             self._update_on_device(metadata)
         else:
-            self._update(metadata, cam)
+            self._update(metadata, cam, **arrays)
+            self._add_images(metadata, cam)
         return metadata
 
-    @staticmethod
-    def _check_step(common_prefix_len: int, cam: CommonAttentionMetadata) -> None:
+    @property
+    def crosses(self) -> bool:
+        """Whether keys are an encoder's, and queries a decoder's."""
+        return type(self.kv_cache_spec).__name__ == "CrossAttentionSpec"
+
+    @property
+    def decodes(self) -> bool:
+        """Whether layers of the group are those of a decoder, with keys of its own."""
+        return next(iter(self.layers.values())).impl.kind == "decoder"
+
+    def _plans_of_step(self, cam: CommonAttentionMetadata) -> Tuple[Dict[Tuple, Plan], Dict[str, Any]]:
+        """The plans whose mask is that of a step, with the arrays that they want besides those of every step."""
+        plans = self.decode_plans if cam.max_query_len == 1 else self.plans
+        if not self.decodes:
+            return plans, {}
+        by_request = isinstance(cam.causal, torch.Tensor)
+        if self.on_device and (by_request or self.rswa_window is not None):
+            raise NotImplementedError("imbrex: expected lengths that the host knows with R-SWA or causal layers of some requests, got on_device")
+        if by_request:
+            return self._plans_masked("by request"), {"mask_tensors": {"causal": _of_rows(cam.causal, cam.num_reqs, torch.uint8)}}
+        if not cam.causal:
+            return self._plans_masked("not causal"), {}
+        if self.rswa_window is not None:
+            return plans, {"mask_tensors": {"prefix": _of_rows(cam.rswa_prefix_lens, cam.num_reqs, torch.int32)}}
+        return plans, {}
+
+    def _add_images(self, metadata: Metadata, cam: CommonAttentionMetadata) -> None:
+        """Plans of the step's queries where some of them see an image in both directions."""
+        if not cam.mm_req_doc_ranges or not self.decodes or cam.causal is not True:
+            return
+        starts, lengths = cam.query_start_loc_cpu[: cam.num_reqs + 1], self._lengths(cam)
+        arrays = masks.image_arrays(cam.mm_req_doc_ranges, starts, lengths)
+        if arrays is None:
+            return
+        longest = max(last - first + 1 for images in cam.mm_req_doc_ranges.values() for first, last in images)
+        if longest > self._longest_image():
+            raise NotImplementedError(f"imbrex: expected images of at most a window's {self._longest_image()} tokens, got one of {longest}")
+        metadata.image_plans = self._plans_masked("images")
+        metadata.mm_prefix_query_range_tensor = arrays["last"]
+        for plan in metadata.image_plans.values():
+            plan.update(starts, lengths, block_table=metadata.block_table, **masks.update_with_images(plan.spec, arrays))
+
+    def _longest_image(self) -> float:
+        """Tokens of an image that layers whose window does not end it see whole; vLLM gives longer ones to the others alone."""
+        unclamped = [layer for layer in self.layers.values() if not getattr(layer, "mm_prefix_clamp_sliding_window", False)]
+        return min((layer.impl.sliding_window or float("inf") for layer in unclamped), default=float("inf"))
+
+    def _check_step(self, common_prefix_len: int, cam: CommonAttentionMetadata) -> None:
         if common_prefix_len:
             raise NotImplementedError(f"imbrex: expected common_prefix_len 0, got {common_prefix_len}")
-        for name, what in _REFUSED.items():
+        for name, what in self.refused.items():
             if getattr(cam, name, None) is not None:
                 raise NotImplementedError(f"imbrex does not have {what} in vLLM, but {name} is given")
 
@@ -165,16 +266,24 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
             slot_mapping=cam.slot_mapping,
         )
 
-    def _update(self, metadata: Metadata, cam: CommonAttentionMetadata) -> None:
-        starts = cam.query_start_loc_cpu[: cam.num_reqs + 1]
+    def _lengths(self, cam: CommonAttentionMetadata) -> torch.Tensor:
+        """Keys of each request, as the host knows them."""
         lengths = cam.seq_lens if self.device_text == "cpu" else cam.seq_lens_cpu_upper_bound
         if lengths is None:
             raise ValueError('imbrex: expected seq_lens_cpu_upper_bound, got none; the setting on_device "always" does without')
+        return lengths[: cam.num_reqs]
+
+    def _update(self, metadata: Metadata, cam: CommonAttentionMetadata, **arrays: Any) -> None:
+        starts, lengths = cam.query_start_loc_cpu[: cam.num_reqs + 1], self._lengths(cam)
         for plan in metadata.plans.values():
             if plan.spec.block_size == 0:
                 plan.update(starts, starts.diff(), kv_start_loc=metadata.query_start_loc)
             else:
-                plan.update(starts, lengths[: cam.num_reqs], block_table=metadata.block_table, slot_mapping=metadata.slot_mapping)
+                plan.update(starts, lengths, block_table=metadata.block_table, **self._slots(metadata), **arrays)
+
+    def _slots(self, metadata: Metadata) -> Dict[str, torch.Tensor]:
+        """Where the plans write new keys; those of an encoder are not in the plans' step."""
+        return {} if self.crosses else {"slot_mapping": metadata.slot_mapping}
 
     def _update_on_device(self, metadata: Metadata) -> None:
         starts, tokens = metadata.query_start_loc, metadata.num_actual_tokens
@@ -187,7 +296,7 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
                     metadata.seq_lens,
                     max_num_tokens=tokens,
                     block_table=metadata.block_table,
-                    slot_mapping=metadata.slot_mapping,
+                    **self._slots(metadata),
                 )
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
@@ -214,7 +323,8 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
             announce(logger, plan, f"{kind} from {names[0]} on, {role}", "no pages to check" if plan.spec.block_size == 0 else self_check)
 
     def _checked_layer(self, name: str, layer: Any) -> CheckedLayer:
-        cache, impl, spec = layer.kv_cache, layer.impl, self.plans[layer.impl.plan_key].spec
+        cache, impl = layer.kv_cache, layer.impl
+        spec = _core.AttentionSpec(**impl.spec_fields(self.kv_cache_spec, self.vllm_config.model_config.dtype))
         expected = [spec.num_kv_heads, spec.block_size, spec.head_dim_qk + spec.head_dim_v]
         if cache.dim() != 4 or list(cache.shape[1:]) != expected:
             raise NotImplementedError(f"imbrex: expected pages [num_blocks, {', '.join(map(str, expected))}] of {name}, got {list(cache.shape)}")

@@ -124,7 +124,19 @@ class MlaBuilder(Builder):
     """
 
     caches = ("MLAAttentionSpec",)
+    overlaps: ClassVar[bool] = False
+    refused: ClassVar[Dict[str, str]] = {
+        **Builder.refused,
+        "mm_req_doc_ranges": "multimodal tokens that see each other in both directions with latent attention",
+        "rswa_prefix_lens": "sliding windows with a visible prefix (R-SWA) with latent attention",
+        "encoder_seq_lens": "cross attention with latents",
+        "logits_indices_padded": "fast prefill with a shared cache of latents",
+    }
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        return cls._cudagraph_support
 
     def __init__(self, kv_cache_spec: Any, layer_names: List[str], vllm_config: Any, device: torch.device) -> None:
         self._set_up(kv_cache_spec, layer_names, vllm_config, device)

@@ -21,6 +21,7 @@ MODELS = {
     "alibi": [{"alibi_slopes": SLOPES}] * 2,
     "alibi by square roots": [{"alibi_slopes": SLOPES, "use_alibi_sqrt": True}] * 2,
     "chunks": [{"per_layer_sliding_window": 32, "chunk_lookback": 1}, {"per_layer_sliding_window": 24, "chunk_lookback": 2}],
+    "local chunks": [{"attention_chunk_size": 32}, {}],
     "windows": [{"per_layer_sliding_window": 20}, {}],
     "window of one": [{"per_layer_sliding_window": 1}, {"per_layer_sliding_window": 33}],
     "all together": [{"per_layer_sliding_window": 24, "sinks": SINKS, "logits_soft_cap": 8.0}, {"sinks": SINKS}],
@@ -36,6 +37,15 @@ def on(device, model):
 @pytest.mark.parametrize("name", MODELS)
 def test_serving(device, name):
     serve(Runner(device, on(device, MODELS[name])))
+
+
+def test_local_chunks_of_many_requests_at_their_ends(device):
+    runner = Runner(device, [{"attention_chunk_size": 32}])
+    requests = [runner.request(str(number), 40) for number in range(8)]
+    for request in requests:
+        runner.step([(request, 31)])
+    runner.step([(request, 2) for request in requests])  # a request for vLLM's builder on each side of the chunk's end
+    runner.step([(request, 1) for request in requests])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -106,7 +116,12 @@ def test_what_the_classes_say(vllm):
     assert Backend.forward_includes_kv_cache_update is False and callable(Backend.get_impl_cls().do_kv_cache_update)
     assert set(Backend.supported_kv_cache_layouts()) == set(KVCacheLayout) and Backend.supported_kv_cache_layouts()[0] is KVCacheLayout.LBHNC
     assert Backend.get_impl_cls().lse_base_on_e is True and not Backend.supports_dcp() and not Backend.supports_pcp()
-    assert Backend.get_builder_cls().get_cudagraph_support(None, None) is AttentionCGSupport.ALWAYS
+    from vllm.config import AttentionConfig, ModelConfig, VllmConfig
+
+    support = Backend.get_builder_cls().get_cudagraph_support
+    assert support(VllmConfig(), None) is AttentionCGSupport.ALWAYS
+    assert support(VllmConfig(ModelConfig(is_mm_prefix_lm=True)), None) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert support(VllmConfig(attention_config=AttentionConfig(use_non_causal=True)), None) is AttentionCGSupport.NEVER
 
 
 def test_slots_that_no_plan_has(plain_rows, device):
@@ -128,6 +143,7 @@ def test_slots_that_no_plan_has(plain_rows, device):
         assert torch.equal(*written)
         last = [b[table[1]][:, :14].contiguous().view(torch.uint8) for b in (before, layer.kv_cache)]
         assert torch.equal(*last)
+        assert (layer.kv_cache[0][:, 0].contiguous().view(torch.uint8) == 0).all()  # of the null block, which may be read in place of others
 
 
 @on_gpu

@@ -35,6 +35,7 @@ class Runner:
         bind=True,
         heads=(8, 2, 64),
         cudagraph_mode="NONE",
+        model=None,
     ):
         import vllm.config
         import vllm.platforms
@@ -48,7 +49,7 @@ class Runner:
         vllm.platforms.current_platform.kind = device
         self.device, self.dtype, self.kv_dtype, self.num_blocks, self.scales = torch.device(device), dtype, kv_dtype, num_blocks, scales
         self.config = vllm.config.VllmConfig(
-            model_config=vllm.config.ModelConfig(*heads, dtype=dtype),
+            model_config=vllm.config.ModelConfig(*heads, dtype=dtype, **model or {}),
             cache_config=vllm.config.CacheConfig(block_size=block_size, cache_dtype=kv_dtype),
             compilation_config=vllm.config.CompilationConfig(cudagraph_mode=vllm.config.CUDAGraphMode[cudagraph_mode]),
             speculative_config=speculative,
@@ -223,6 +224,7 @@ class Runner:
         """Runs [(request, number of new tokens)] through every layer and checks every output."""
         requests, counts = [r for r, _ in scheduled], [n for _, n in scheduled]
         total, rows = sum(counts) + pad_tokens, len(requests) + pad_reqs
+        self.requests = requests
         replays = self.graph is not None and max(counts) == 1
         if replays:
             total, rows = self.graph_rows, self.graph_rows
@@ -244,6 +246,9 @@ class Runner:
             request.computed += count
         self.num_steps += 1
 
+    def mask_of(self, options, request, count):
+        """What count new tokens of a request see, as arguments of reference.attention(), where that is not what the layer's options say."""
+
     def _check(self, index, layer, out, q, scheduled):
         options, at = self.options[index], 0
         window = options.get("per_layer_sliding_window")
@@ -254,6 +259,8 @@ class Runner:
         lookback = options.get("chunk_lookback", -1)
         if window is not None and lookback >= 0:
             span = dict(chunk=window // (lookback + 1), chunk_lookback=lookback)
+        elif "attention_chunk_size" in options:
+            span = dict(chunk=options["attention_chunk_size"])
         else:
             span = dict(window_left=-1 if window is None else window - 1, window_right=window - 1 if encoder and window is not None else -1)
         for request, count in scheduled:
@@ -265,9 +272,8 @@ class Runner:
                 rounded(request.values[owner][:seen], self.kv_dtype, self.scales[1]),
                 self.dtype,
                 f"step {self.num_steps}, {layer.layer_name}, {request.name}",
-                causal=not encoder,
                 scale=options.get("scale"),
-                **span,
+                **(self.mask_of(options, request, count) or dict(causal=not encoder, **span)),
                 soft_cap=options.get("logits_soft_cap") or 0.0,
                 sinks=None if options.get("sinks") is None else options["sinks"].float().cpu().numpy(),
                 alibi_slopes=options.get("alibi_slopes"),

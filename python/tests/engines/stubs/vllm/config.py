@@ -14,6 +14,7 @@ class ModelConfig:
     dtype: torch.dtype = torch.bfloat16
     max_model_len: int = 512
     rswa_window: Optional[int] = None
+    is_mm_prefix_lm: bool = False
     use_mla: bool = False
     hf_text_config: Any = None
 
@@ -36,6 +37,7 @@ class ParallelConfig:
 class SchedulerConfig:
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 128
+    max_num_encoder_input_tokens: int = 128
 
 
 @dataclass

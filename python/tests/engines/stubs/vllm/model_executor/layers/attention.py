@@ -1,12 +1,22 @@
+from dataclasses import fields
+
 import torch
 from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionType, subclass_attention_backend
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, subclass_attention_backend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import get_attn_backend
-from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec, FullAttentionSpec, SlidingWindowSpec, cache_torch_dtype
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+    cache_torch_dtype,
+)
 
 
 class Attention(nn.Module, AttentionLayerBase):
@@ -25,9 +35,14 @@ class Attention(nn.Module, AttentionLayerBase):
         kv_sharing_target_layer_name=None,
         attn_backend=None,
         head_size_v=None,
+        mm_prefix_clamp_sliding_window=False,
+        attention_chunk_size=None,  # that of vLLM's ChunkedLocalAttention
+        rswa_window=None,  # that of vLLM's RSWAAttention
         **extra_impl_args,
     ):
         super().__init__()
+        self.mm_prefix_clamp_sliding_window = mm_prefix_clamp_sliding_window
+        self.attention_chunk_size, self.rswa_window = attention_chunk_size, rswa_window
         config = get_current_vllm_config()
         self.vllm_config, self.layer_name, self.attn_type = config, prefix, attn_type
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
@@ -43,6 +58,10 @@ class Attention(nn.Module, AttentionLayerBase):
             attn_type=attn_type,
             has_sliding_window=per_layer_sliding_window is not None,
         )
+        if attention_chunk_size is not None:
+            self.attn_backend = chunked_local_backend(self.attn_backend, attention_chunk_size)
+        if attn_type == AttentionType.ENCODER_DECODER:
+            self.attn_backend = cross_attention_backend(self.attn_backend)
         if use_alibi_sqrt and not self.attn_backend.supports_alibi_sqrt():
             raise ValueError("use_alibi_sqrt is not supported")
         if self.attn_backend.supports_alibi_sqrt():
@@ -83,6 +102,12 @@ class Attention(nn.Module, AttentionLayerBase):
             head_size_v=self.head_size_v,
             dtype=cache_torch_dtype(self.kv_cache_dtype, vllm_config.model_config.dtype),
         )
+        if self.attn_type == AttentionType.ENCODER_DECODER:
+            return CrossAttentionSpec(**fields)
+        if self.attention_chunk_size is not None:
+            return ChunkedLocalAttentionSpec(attention_chunk_size=self.attention_chunk_size, **fields)
+        if self.rswa_window is not None:
+            return RSWASpec(rswa_window=self.rswa_window, **fields)
         return FullAttentionSpec(**fields) if self.sliding_window is None else SlidingWindowSpec(sliding_window=self.sliding_window, **fields)
 
     def forward(self, query, key, value):
@@ -128,6 +153,114 @@ def encoder_only_backend(backend):
             return super().build(common_prefix_len, common_attn_metadata.replace(causal=False), fast_build)
 
     return subclass_attention_backend("EncoderOnlyAttention_", backend, EncoderOnlyAttentionBuilder)
+
+
+def chunked_local_backend(backend, chunk):
+    """As vLLM wraps a backend for chunked local attention: its builder gets a request for each chunk that a request's queries are in."""
+    underlying = backend.get_builder_cls()
+
+    class ChunkedLocalAttentionBuilder(underlying):
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
+            return AttentionCGSupport.NEVER
+
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            cam = common_attn_metadata
+            pages, starts, lengths, tables = chunk // self.kv_cache_spec.block_size, [0], [], []
+            for row in range(cam.num_reqs):
+                begin, end, length = *cam.query_start_loc_cpu[row : row + 2].tolist(), int(cam.seq_lens[row])
+                position = length - (end - begin)
+                while position < length:
+                    number = position // chunk
+                    stop = min(length, (number + 1) * chunk)
+                    starts.append(starts[-1] + stop - position)
+                    lengths.append(stop - number * chunk)
+                    columns = torch.arange(number * pages, (number + 1) * pages).clamp(max=cam.block_table_tensor.shape[1] - 1)
+                    tables.append(cam.block_table_tensor[row, columns.to(cam.block_table_tensor.device)])
+                    position = stop
+            starts, lengths = torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+            made = cam.replace(
+                query_start_loc=starts.to(self.device),
+                query_start_loc_cpu=starts,
+                seq_lens=lengths.to(self.device),
+                seq_lens_cpu_upper_bound=lengths,
+                num_reqs=len(lengths),
+                max_query_len=int(starts.diff().max()),
+                max_seq_len=int(lengths.max()),
+                block_table_tensor=torch.stack(tables),
+            )
+            metadata = super().build(common_prefix_len, made, fast_build)
+            metadata.make_virtual_batches_block_table = None
+            return metadata
+
+    return subclass_attention_backend(f"ChunkedLocalAttention_{chunk}_", backend, ChunkedLocalAttentionBuilder)
+
+
+def cross_attention_backend(backend):
+    """As vLLM wraps a backend for cross attention: lengths are the encoder's, and the layer writes the keys of encoders that are new."""
+    builder, impl = backend.get_builder_cls(), backend.get_impl_cls()
+
+    class CrossAttentionBuilder(builder):
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            cam = common_attn_metadata
+            size, slots = self.kv_cache_spec.block_size, [torch.zeros(0, dtype=torch.int64, device=self.device)]
+            computed = cam.seq_lens_cpu_upper_bound - cam.query_start_loc_cpu.diff()
+            for row, length in enumerate(cam.encoder_seq_lens_cpu.tolist()):
+                if computed[row] == 0:
+                    at = torch.arange(length, device=self.device)
+                    slots.append(cam.block_table_tensor[row][at // size].to(torch.int64) * size + at % size)
+            made = cam.replace(
+                causal=False,
+                max_seq_len=int(cam.encoder_seq_lens_cpu.max()),
+                seq_lens=cam.encoder_seq_lens,
+                seq_lens_cpu_upper_bound=torch.from_numpy(cam.encoder_seq_lens_cpu),
+            )
+            metadata = super().build(common_prefix_len, made, fast_build)
+            metadata.slot_mapping = torch.cat(slots)
+            return metadata
+
+    class CrossAttentionImpl(impl):
+        def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
+            if attn_metadata is not None and key is not None:
+                self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+
+    overrides = dict(get_builder_cls=lambda: CrossAttentionBuilder, get_impl_cls=lambda: CrossAttentionImpl, forward_includes_kv_cache_update=True)
+    return type("CrossAttention_" + backend.__name__, (backend,), overrides)
+
+
+def fast_prefill_backend(backend):
+    """As vLLM wraps a backend for layers that share a cache, with kv_sharing_fast_prefill: its builder gets the tokens alone whose logits are asked
+    for, and what it gives has fields besides."""
+    underlying = backend.get_builder_cls()
+
+    class FastPrefillAttentionBuilder(underlying):
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            cam = common_attn_metadata
+            if cam.max_query_len > 1 and cam.logits_indices_padded is not None:
+                kept = cam.logits_indices_padded[: cam.num_logits_indices].cpu()
+                row = torch.bucketize(kept, cam.query_start_loc_cpu[1:], right=True)
+                counts = torch.bincount(row, minlength=cam.num_reqs)
+                starts = torch.zeros(cam.num_reqs + 1, dtype=torch.int32)
+                starts[1:] = counts.cumsum(0)
+                cam = cam.replace(
+                    query_start_loc=starts.to(self.device),
+                    query_start_loc_cpu=starts,
+                    num_actual_tokens=len(kept),
+                    max_query_len=int(counts.max()),
+                    logits_indices_padded=None,
+                )
+            metadata = super().build(common_prefix_len, cam, fast_build)
+
+            class KVSharingFastPrefillAttentionMetadata(type(metadata)):
+                def __init__(self, made, given):
+                    for each in fields(type(made)):
+                        setattr(self, each.name, getattr(made, each.name))
+                    self.logits_indices_padded, self.num_logits_indices = given.logits_indices_padded, given.num_logits_indices
+
+            return KVSharingFastPrefillAttentionMetadata(metadata, common_attn_metadata)
+
+    return subclass_attention_backend("FastPrefill_", backend, FastPrefillAttentionBuilder)
 
 
 def encoder_only_spec(layer, vllm_config):

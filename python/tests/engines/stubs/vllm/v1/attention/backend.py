@@ -219,7 +219,9 @@ class CommonAttentionMetadata:
     slot_mapping: torch.Tensor
     causal: Any = True
     logits_indices_padded: Optional[torch.Tensor] = None
+    num_logits_indices: Optional[int] = None
     encoder_seq_lens: Optional[torch.Tensor] = None
+    encoder_seq_lens_cpu: Any = None
     dcp_local_seq_lens: Optional[torch.Tensor] = None
     positions: Optional[torch.Tensor] = None
     is_prefilling: Optional[torch.Tensor] = None
