@@ -1,7 +1,7 @@
 #pragma once
 // schedule(): the one pure function that cuts a batch into work items. CPU threads and CUDA thread blocks consume the same list.
-#include <functional>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 

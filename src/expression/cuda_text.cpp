@@ -95,7 +95,8 @@ std::string cuda_text(const Expression& expression, std::string_view name, Expre
       fmt::format("inline {} {}([[maybe_unused]] const imbrex::ExpressionInputs& in) {{\n", to_string(expression.type()), name);
   if (floats == ExpressionFloats::approximate && expression.type() == ExpressionType::real) return text + row_text(expression) + "}\n";
   const std::vector<bool> exact = deciding(nodes);
-  for (size_t n = 0; n < nodes.size(); ++n) text += fmt::format("  const {} v{} = {};\n", to_string(nodes[n].type), n, value_text(nodes, n, exact[n]));
+  for (size_t n = 0; n < nodes.size(); ++n)
+    text += fmt::format("  const {} v{} = {};\n", to_string(nodes[n].type), n, value_text(nodes, n, exact[n]));
   return text + fmt::format("  return v{};\n}}\n", nodes.size() - 1);
 }
 

@@ -1,7 +1,7 @@
 // Texts of ExpressionFloats::approximate: what an expression is in a row of keys.
 //
-// A float that is a sum of a multiple of one number (the score, or the result of an operation), of a multiple of the key's number and of what
-// does not depend on the key stays such a sum until an operation needs its value. Its three factors do not depend on the key: the
+// A float that is a sum of a multiple of one number (the score, or the result of an operation), of a multiple of the key's number and of
+// what does not depend on the key stays such a sum until an operation needs its value. Its three factors do not depend on the key: the
 // compiler computes them once for all keys that it has unrolled, and of the sum two multiply-adds are left.
 #include <fmt/format.h>
 
@@ -55,8 +55,8 @@ class RowText {
  private:
   void take(size_t n) {
     const ExpressionNode& node = nodes_[n];
-    varies_[n] = node.op == variable && (ExpressionVariable(node.value) == ExpressionVariable::kv ||
-                                         ExpressionVariable(node.value) == ExpressionVariable::score);
+    varies_[n] = node.op == variable &&
+                 (ExpressionVariable(node.value) == ExpressionVariable::kv || ExpressionVariable(node.value) == ExpressionVariable::score);
     for (const int16_t arg : node.args)
       if (arg >= 0 && varies_[size_t(arg)]) varies_[n] = true;
     if (node.type != ExpressionType::real || exact_[n]) return write(n, value_text_of(n));
@@ -101,7 +101,8 @@ class RowText {
       if (text.empty()) {
         text = factor.is(1.f) ? times : fmt::format("{} * {}", times, factor.str());
       } else {
-        text = factor.is(1.f) ? fmt::format("({} + {})", times, text) : fmt::format("{}fused({}, {}, {})", kCalled, times, factor.str(), text);
+        text =
+            factor.is(1.f) ? fmt::format("({} + {})", times, text) : fmt::format("{}fused({}, {}, {})", kCalled, times, factor.str(), text);
       }
     };
     plus(s.step, "in.key");
@@ -225,7 +226,7 @@ class RowText {
   const std::span<const ExpressionNode> nodes_;
   const std::vector<bool> exact_;
   std::vector<bool> varies_;
-  std::vector<Sum> sums_;       // of floats that decide nothing
+  std::vector<Sum> sums_;      // of floats that decide nothing
   std::vector<bool> written_;  // their values, and all others
   std::string text_;
   int rows_ = 0, sums_written_ = 0;
@@ -238,7 +239,8 @@ std::string row_text(const Expression& expression) { return RowText(expression).
 std::string affine_text(const Expression& expression, std::string_view name) {
   const std::string body = expression.type() == ExpressionType::real ? RowText(expression).affine() : "";
   if (body.empty()) return {};
-  return fmt::format("inline imbrex::operations::AffineScore {}([[maybe_unused]] const imbrex::ExpressionInputs& in) {{\n{}}}\n", name, body);
+  return fmt::format("inline imbrex::operations::AffineScore {}([[maybe_unused]] const imbrex::ExpressionInputs& in) {{\n{}}}\n", name,
+                     body);
 }
 
 }  // namespace imbrex

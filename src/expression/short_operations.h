@@ -1,7 +1,7 @@
 #pragma once
-// Short forms of operations that take long on a GPU, for texts of ExpressionFloats::approximate: without branches, and with factors that a row
-// multiplies its numbers by once. Quotients are two ulps off, powers two ulps and as many as the argument's last bit makes, tanh and sigmoid
-// 1e-6. No headers, since NVRTC reads this file too; on the host, where texts are tested, they are as exact as operations.h.
+// Short forms of operations that take long on a GPU, for texts of ExpressionFloats::approximate: without branches, and with factors that a
+// row multiplies its numbers by once. Quotients are two ulps off, powers two ulps and as many as the argument's last bit makes, tanh and
+// sigmoid 1e-6. No headers, since NVRTC reads this file too; on the host, where texts are tested, they are as exact as operations.h.
 #ifndef __CUDA_ARCH__
 #include "expression/operations.h"
 #endif
@@ -37,9 +37,9 @@ struct AffineScore {
 
 inline float exp_of_units(float a) { return power_of_two(a); }
 inline float sigmoid_of_units(float a) { return short_quotient(1.f, 1.f + power_of_two(a)); }
-// tanh(a / kTanhUnit), NaN of NaN. e = 2^-|a| is at most 1. Reciprocals come from the unit for exponentials, which takes eight times as long
-// as the one for multiply-adds: five of these do instead. A parabola of e is a guess of 1 / (1 + e) that is 1 % off, and another one, of the
-// guess times 1 + e, corrects it. Their coefficients are those for which the largest error of tanh is smallest, without error at 0.
+// tanh(a / kTanhUnit), NaN of NaN. e = 2^-|a| is at most 1. Reciprocals come from the unit for exponentials, which takes eight times as
+// long as the one for multiply-adds: five of these do instead. A parabola of e is a guess of 1 / (1 + e) that is 1 % off, and another one,
+// of the guess times 1 + e, corrects it. Their coefficients are those for which the largest error of tanh is smallest, without error at 0.
 inline float tanh_of_units(float a) {
   const float e = power_of_two(-magnitude(a)), guess = fused(fused(e, 0.40709585f, -1.01846743f), e, 1.24706602f);
   const float off = fused(-(1.f + e), guess, 1.88993216f);

@@ -18,7 +18,8 @@ std::string value_text(std::span<const ExpressionNode>, size_t n, bool exact);
 // The body of a function of an ExpressionInputs `in`, in which numbers that are affine in the key and the score are kept as what they are
 // made of, so that what all keys of a row share is computed once a row.
 std::string row_text(const Expression&);
-// A function `name` that returns an operations::AffineScore of an ExpressionInputs without a key; empty where the expression is no such sum.
+// A function `name` that returns an operations::AffineScore of an ExpressionInputs without a key; empty where the expression is no such
+// sum.
 std::string affine_text(const Expression&, std::string_view name);
 
 }  // namespace imbrex

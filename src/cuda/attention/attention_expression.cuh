@@ -1,7 +1,7 @@
 #pragma once
 // The user's expressions in a kernel: score_mod() makes a logit another one, mask_mod() says whether a query sees a key. Their text follows
-// the kernel's constants (expression_functions() in cuda/attention/expressions.h), and is there if kScoreMod and kMaskMod say so. Where kScoreAffine does,
-// affine_score() says what score_mod() does to all keys of a row.
+// the kernel's constants (expression_functions() in cuda/attention/expressions.h), and is there if kScoreMod and kMaskMod say so. Where
+// kScoreAffine does, affine_score() says what score_mod() does to all keys of a row.
 #include "attention_item.cuh"
 #include "expression/operations.h"
 #include "expression/short_operations.h"

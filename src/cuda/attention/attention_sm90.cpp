@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "core/check.h"
 #include "attention/mask_mod_stretches.h"
+#include "core/check.h"
 #include "cuda/attention/attention_constants.h"
 #include "cuda/attention/expressions.h"
 #include "cuda/attention/flat_kv.h"

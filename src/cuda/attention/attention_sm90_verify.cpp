@@ -32,10 +32,10 @@ bool runs(std::string_view arch, const AttentionSpec& spec, int rows) {
   constexpr int kDimUnit = 8, kMostDims = 256;
   const auto takes = [](int dims) { return dims % kDimUnit == 0 && dims <= kMostDims; };
   return arch == "sm_90a" && (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) &&
-         (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::fp8_e4m3) && codec_of(spec).strided && !has_expressions(spec) && takes(spec.head_dim_qk) &&
-         takes(spec.head_dim_v) && (spec.head_dim_qk <= 2 * kSm90ChunkDims || shares_dims(spec)) && spec.group_size() <= rows &&
-         !spec.mask.custom && !spec.mask.positions && (!spec.mask.tree || takes_trees(spec, rows)) && spec.score.relative_buckets == 0 &&
-         !spec.score.alibi_sqrt;
+         (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::fp8_e4m3) && codec_of(spec).strided && !has_expressions(spec) &&
+         takes(spec.head_dim_qk) && takes(spec.head_dim_v) && (spec.head_dim_qk <= 2 * kSm90ChunkDims || shares_dims(spec)) &&
+         spec.group_size() <= rows && !spec.mask.custom && !spec.mask.positions && (!spec.mask.tree || takes_trees(spec, rows)) &&
+         spec.score.relative_buckets == 0 && !spec.score.alibi_sqrt;
 }
 
 }  // namespace

@@ -155,12 +155,12 @@ class Plan final : public StepPlan {
   std::unique_ptr<FlatKv> flat_;  // null: no need
   Arrays arrays_;
   std::unique_ptr<PlanArrays> memory_;
-  std::vector<TreeNode> nodes_;               // of a batch, while an update puts them down
-  std::vector<long> mask_starts_;             // of prepare()
-  DeviceBuffer counters_;                     // a task of each regime, then arrivals
+  std::vector<TreeNode> nodes_;    // of a batch, while an update puts them down
+  std::vector<long> mask_starts_;  // of prepare()
+  DeviceBuffer counters_;          // a task of each regime, then arrivals
   PackedMask mask_;
-  DeviceBuffer step_mask_;  // what mask_ of a mask_mod lies in
-  int64_t partial_rows_ = 0;                  // the most that a batch within the limits has
+  DeviceBuffer step_mask_;    // what mask_ of a mask_mod lies in
+  int64_t partial_rows_ = 0;  // the most that a batch within the limits has
   Scratch scratch_;
   std::shared_ptr<gpu::DeviceWorkspace> workspace_;  // what scratch_ lies in
   std::unique_ptr<DevicePlan> device_plan_;          // null: PlanOptions::on_device was not asked for

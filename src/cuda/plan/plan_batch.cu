@@ -247,8 +247,8 @@ DEVICE int cut_items(const PlanBatchParams& p, const RegimeLists& regime, const 
       if (i < num_items) {
         const int r = request_of(item_start, p.num_reqs, i), begin = p.query_start[r], q_len = p.query_start[r + 1] - begin;
         const int seq_len = p.seq_lens[r], t0 = last_tile(rules, q_len) - (i - item_start[r]) * rules.tile_q;
-        cut_item(rules, r, begin, q_len, seq_len, t0, positions_of(p, begin, q_len, seq_len, t0, tile_end(rules, q_len, t0)),
-                 {0, seq_len}, item);
+        cut_item(rules, r, begin, q_len, seq_len, t0, positions_of(p, begin, q_len, seq_len, t0, tile_end(rules, q_len, t0)), {0, seq_len},
+                 item);
         make_runs(rules, item, longest_run(lengths, i));
 #pragma unroll 1
         for (int kind = 0; kind < kSplitKinds; ++kind) {

@@ -12,8 +12,9 @@ inline std::vector<Expression> usual_expressions() {
        {"score + slope[head] * (kv - q)", "30 * tanh(score / 30)", "kv <= q & q - kv < 4", "doc[batch, q] == doc[batch, kv] & kv <= q",
         "q // 8 == kv // 8 | !(kv % 3 != 0)", "where(seen[head, q, kv], score, -inf)", "int(score * 1e9) + -2147483648",
         "exp(-abs(score)) + log(score) + sqrt(score) + sigmoid(score) + floor(score)", "min(max(score, -1), 1)", "score * score + 1 < 5",
-        "q_len * kv_len // (kv - 5) % 7", "where(kv == 0, score, score - 0.01 * abs(q - kv))", "score * 0.5 - (q_len - kv + 3) * slope[head]",
-        "2 * score + tanh(score) / (1 + abs(score)) - (score - 7)", "score + 0.1 * doc[batch, kv] + 0.25 * (kv - q) * slope[1]"})
+        "q_len * kv_len // (kv - 5) % 7", "where(kv == 0, score, score - 0.01 * abs(q - kv))",
+        "score * 0.5 - (q_len - kv + 3) * slope[head]", "2 * score + tanh(score) / (1 + abs(score)) - (score - 7)",
+        "score + 0.1 * doc[batch, kv] + 0.25 * (kv - q) * slope[1]"})
     all.push_back(parse_expression(text, tensors));
   return all;
 }
