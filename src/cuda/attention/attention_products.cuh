@@ -256,7 +256,7 @@ class Scores {
         u64 word = 0;
         if constexpr (kTree) word = slot_.item.word_of(p_, row);
         const int bit = first - slot_.item.first_bit;
-        each_of_row(s[m], h, [=](float& x, int key) {
+        each_of_row(s[m], h, [=, this](float& x, int key) {
           bool seen = key < hi;
           if constexpr (kTree) seen = seen && shows(word, bit + key);
           if constexpr (kWindow) seen = seen && key >= lo;

@@ -20,6 +20,8 @@ int bytes_of_row(const AttentionSpec& spec, int dims) {
 int tile_keys(const AttentionSpec& spec) { return is_fp8(spec.kv_dtype) ? 128 : 64; }
 
 bool runs(std::string_view arch, const AttentionSpec& spec) {
+  constexpr int kMostMaskedDims = 192;  // registers are short
+  if (spec.mask.custom && std::max(spec.head_dim_qk, spec.head_dim_v) > kMostMaskedDims) return false;
   return arch.starts_with("sm_90") && spec.q_dtype != DType::f32 &&
          (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::f16 || is_fp8(spec.kv_dtype)) && codec_of(spec).strided &&
          spec.head_dim_qk <= 256 && spec.head_dim_v <= 256 && !spec.mask.positions &&
