@@ -43,9 +43,8 @@ class MlaMirrorPlan final : public MlaPlan {
   void update(const Batch& batch, Stream) override {
     Batch step = batch;
     if ((batch.num_reqs() + batch.num_tokens()) % 2 == 1) {
-      TensorView Batch::*const members[] = {&Batch::block_table,      &Batch::kv_indptr,    &Batch::kv_indices,
-                                            &Batch::kv_last_page_len, &Batch::slot_mapping, &Batch::custom_mask,
-                                            &Batch::packed_mask};
+      TensorView Batch::*const members[] = {&Batch::block_table,  &Batch::kv_indptr,   &Batch::kv_indices, &Batch::kv_last_page_len,
+                                            &Batch::slot_mapping, &Batch::custom_mask, &Batch::packed_mask};
       size_t i = 0;
       for (const auto member : members) step.*member = memory_->take(arrays_[i++], batch.*member);
     }
