@@ -303,7 +303,6 @@ class Lanes : public testing::TestWithParam<Variant> {
 class LanesWithRuns : public Lanes {};
 class LanesOfClusters : public Lanes {};
 class LanesThatShare : public Lanes {};
-class LanesOfMasks : public Lanes {};
 
 TEST_P(Lanes, AgreesWithTheReference) {
   const Case& c = GetParam().c;
@@ -355,24 +354,16 @@ TEST_P(LanesThatShare, ItemsOfSeveralRequestsHaveTheBitsOfEach) {
 
 // No bit of a result depends on when copies happen, which warp runs first, how many blocks share the work, where pages lie, or what is in
 // other memory.
+// Nor on whether a custom mask has bytes or bits.
 TEST_P(Lanes, ResultsDoNotDependOnChance) {
   RunOptions options = default_options(GetParam().c);
-  options.page_seed = 3, options.poison = Poison::ones;
+  options.page_seed = 3, options.poison = Poison::ones, options.packed_mask = true;
   const RunResult other = run({.launch = {.blocks = 50, .late_copies = false, .chance = 3}, .heads_together = 3}, options);
   EXPECT_TRUE(bit_identical(whole().out, other.out));
   EXPECT_TRUE(bit_identical(whole().lse, other.lse));
 }
 
 // Values that are read from the tile of keys are what a copy of them would be.
-// A custom mask has bits in place of bytes; with csr, which the backend here does not read, there would be gaps between requests.
-TEST_P(LanesOfMasks, BitsHideWhatBytesHide) {
-  RunOptions options = default_options(GetParam().c);
-  options.packed_mask = true;
-  const RunResult packed = run({}, options);
-  EXPECT_TRUE(bit_identical(whole().out, packed.out));
-  EXPECT_TRUE(bit_identical(whole().lse, packed.lse));
-}
-
 TEST(LanesOfLatents, HaveTheBitsOfStoredValues) {
   const std::vector<Variant> all = variants();
   const auto named = [&](std::string_view name) -> const Variant& { return *std::ranges::find(all, name, &Variant::name); };
@@ -447,9 +438,7 @@ std::vector<Variant> variants_where(bool (*is)(const Variant&)) {
 bool takes_runs(const Variant& v) { return v.takes_runs(); }
 bool has_clusters(const Variant& v) { return v.has_wgmma() && v.wgmma_tiles().cluster > 1; }
 bool may_share(const Variant& v) { return v.tiles().may_share; }
-bool has_mask(const Variant& v) { return v.c.spec.mask.custom; }
 
-INSTANTIATE_TEST_SUITE_P(All, LanesOfMasks, testing::ValuesIn(variants_where(has_mask)), name_of);
 INSTANTIATE_TEST_SUITE_P(All, LanesThatShare, testing::ValuesIn(variants_where(may_share)), name_of);
 INSTANTIATE_TEST_SUITE_P(All, Lanes, testing::ValuesIn(variants()), name_of);
 INSTANTIATE_TEST_SUITE_P(All, LanesOfClusters, testing::ValuesIn(variants_where(has_clusters)), name_of);
