@@ -177,7 +177,7 @@ MlaCaseInputs MlaProblem::sample(int request, int query, int head) const {
   const int context = r.seq_len - r.q_len, dim = spec_.latent_dim();
   std::vector<int> path;  // of a tree: the query and those above it
   if (is_tree(r))
-    for (int t = query; t >= 0; t = parents_[size_t(starts_[size_t(request)] + t)]) path.insert(path.begin(), t);
+    for (int t = query; t >= 0; t = parents_[size_t(starts_[size_t(request)]) + size_t(t)]) path.insert(path.begin(), t);
   const int in_order = is_tree(r) ? context : spec_.mask.causal ? context + query + 1 : r.seq_len, seq_len = in_order + int(path.size());
   MlaCaseInputs in{.spec = spec_, .attention = {}, .kv_b = {}};
   in.spec.num_heads = 1;

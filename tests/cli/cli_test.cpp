@@ -280,13 +280,9 @@ TEST_F(Cli, BenchOfLatentAttentionChecksAndTimesEveryBackend) {
     EXPECT_EQ(other.code, 0) << more << "\n" << other.err;
   }
   EXPECT_EQ(run("bench q1s70 --family mla --heads 2 --kv-format fp8_ds_mla --kv-dtype fp8_e4m3" + quick).code, 0);
-  const Ran model =
-      run("bench q1s33 --family mla --model deepseek-v2-lite --backend cpu_generic --format csv --min-time 0 --max-time 0.01");
-  EXPECT_EQ(model.code, 0) << model.err;
-  EXPECT_TRUE(contains(model.out, "q1s33, layers 0-26")) << model.out;
-  const Ran trees = run(
-      "bench 2q5s33 --family mla --model deepseek-v2-lite --tree --backend cpu_generic --json --no-ceilings --min-time 0 --max-time 0.01");
-  EXPECT_TRUE(contains(trees.out, "causal tree")) << trees.out << trees.err;
+  const Ran model = run("bench q1s33 --family mla --model deepseek-v2-lite --backend cpu_generic --format csv --min-time 0 --max-time 0");
+  EXPECT_TRUE(contains(model.out, "q1s33, layers 0-26")) << model.out << model.err;
+  EXPECT_TRUE(contains(run("bench 2q5s33 --family mla --model deepseek-v2-lite --tree --backend cpu_generic" + quick).out, "causal tree"));
 }
 
 TEST_F(Cli, BenchOfTheShortConvolutionChecksAndTimesEveryBackend) {

@@ -2,6 +2,7 @@
 // its own code.
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <functional>
 #include <nlohmann/json.hpp>
 
@@ -28,6 +29,30 @@ MlaCaseFile full_mla_file() {
   c.attention.custom = CustomPattern::random;
   c.attention.positions = PositionPattern::tree;
   return make_case_file(c);
+}
+
+TEST(MlaCaseFile, HasTheParentsOfTrees) {
+  MlaSpec spec{.num_heads = 2, .kv_lora_rank = 32, .qk_nope_dim = 16, .qk_rope_dim = 8, .v_dim = 24};
+  spec.mask.tree = true;
+  MlaCase c{.spec = spec, .attention = {}};
+  c.attention.spec = spec.latent_spec();
+  c.attention.requests = {{5, 12, 0}, {0, 0, 1}, {1, 5, 2}, {7, 7, 3}};
+  c.attention.tree = TreePattern::binary;
+  const MlaCaseFile file = make_case_file(c);
+  const BackendOf<MlaFamily>* const reference = &mla_reference();
+  const auto again = std::get<MlaCaseFile>(parse_any_case(parse_safetensors(write_safetensors(to_safetensors(file)))));
+  EXPECT_EQ(again.inputs.spec, file.inputs.spec) << again.inputs.spec.str();
+  EXPECT_EQ(again.inputs.attention.draft_parents.bytes, file.inputs.attention.draft_parents.bytes);
+  for (const VerifyRow& row : verify_case(again, probe_cpu(), {&reference, 1}))
+    EXPECT_TRUE(row.pass()) << row.variant << ": " << row.failure << row.refused;
+  MlaCaseFile chains = again;
+  chains.inputs.attention.draft_parents = {};
+  for (const VerifyRow& row : verify_case(chains, probe_cpu(), {&reference, 1})) EXPECT_FALSE(row.pass()) << row.variant;
+  MlaCaseFile late = again;
+  const int32_t itself = 2;
+  std::memcpy(late.inputs.attention.draft_parents.bytes.data() + 2 * sizeof itself, &itself, sizeof itself);
+  EXPECT_EQ(test::error_code([&] { parse_any_case(parse_safetensors(write_safetensors(to_safetensors(late)))); }),
+            "case_file.draft_parents");
 }
 
 TEST(MlaCaseFile, RoundTripsAndFindsAWrongResult) {

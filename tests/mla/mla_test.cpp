@@ -22,62 +22,14 @@
 #include "mla/rounds.h"
 #include "mla/slices.h"
 #include "mla/spec_fields.h"
+#include "mla_step.h"
 #include "sanitizers.h"
 #include "spec_table.h"
 
 namespace imbrex {
 namespace {
 
-constexpr MlaSpec kSmall{
-    .num_heads = 2, .kv_lora_rank = 32, .qk_nope_dim = 16, .qk_rope_dim = 8, .v_dim = 24, .dtype = DType::f32, .kv_dtype = DType::f32};
-
-// One step with all that a plan is called with; request r has block r of 64 tokens.
-struct MlaStep {
-  MlaSpec spec;
-  std::vector<int32_t> starts{0}, lens, table;
-  std::vector<int64_t> slots;
-  std::vector<HostTensor> owned;
-  Batch batch;
-  MlaInputs in;
-  MlaOutputs out;
-  TensorView latent, rope;
-
-  MlaStep(MlaSpec s, std::vector<std::pair<int, int>> requests, int rows = 0) : spec(s) {
-    spec.block_size = 64;
-    owned.reserve(8);
-    for (const auto& [q_len, seq_len] : requests) {
-      const int block = int(table.size());
-      starts.push_back(starts.back() + q_len);
-      lens.push_back(seq_len);
-      table.push_back(block);
-      for (int j = seq_len - q_len; j < seq_len; ++j) slots.push_back(block * 64 + j);
-    }
-    const int64_t reqs = int64_t(lens.size()), tokens = std::max(starts.back(), rows);
-    slots.resize(size_t(tokens), -1);
-    batch.query_start_loc = starts;
-    batch.seq_lens = lens;
-    batch.block_table = TensorView::contiguous(table.data(), DType::i32, {reqs, 1});
-    batch.slot_mapping = TensorView::contiguous(slots.data(), DType::i64, {tokens});
-    in.q = make(spec.dtype, {tokens, spec.num_heads, spec.q_dim()});
-    if (!spec.absorbed) in.kv_b = make(spec.dtype, {spec.num_heads, spec.qk_nope_dim + spec.v_dim, spec.kv_lora_rank});
-    in.kv.k = make(spec.kv_dtype, {reqs, 64, 1, spec.latent_dim()});
-    out.out = make(spec.dtype, {tokens, spec.num_heads, spec.out_dim()});
-    out.lse = make(DType::f32, {tokens, spec.num_heads});
-    latent = make(spec.dtype, {tokens, spec.kv_lora_rank});
-    if (spec.qk_rope_dim > 0) rope = make(spec.dtype, {tokens, spec.qk_rope_dim});
-  }
-
-  TensorView make(DType dtype, std::vector<int64_t> sizes) {
-    HostTensor& t = owned.emplace_back(HostTensor::make(dtype, std::move(sizes)));
-    for (int64_t i = 0; i < t.num_elements(); ++i) t.set(i, double((i * 7919 + int64_t(owned.size()) * 31) % 201) / 100 - 1);
-    return t.view();
-  }
-  const HostTensor& output() const { return owned[spec.absorbed ? 2 : 3]; }
-  void call(const MlaPlan& plan) const {
-    plan.write_kv(in.kv, latent, rope);
-    plan.run(in, out);
-  }
-};
+using test::kSmall, test::MlaStep;
 
 // A part of the table of cases, which tests/conformance runs whole: here for the sanitizers that run all of this program.
 TEST(Mla, CasesMatchTheReference) {
@@ -127,66 +79,6 @@ TEST(Mla, PartsGiveWhatTheWholeGives) {
     ++run;
   }
   EXPECT_GE(run, 2);
-}
-
-// Which way a request takes depends on whether it is a tree: a chain of as many tokens may have its keys expanded.
-TEST(Mla, TreesStayInLatentSpaceBesideChainsWithExpandedKeys) {
-  MlaSpec spec = kSmall;
-  spec.mask.tree = true;
-  const auto& backend = dynamic_cast<const MlaCompositeBackend&>(*find_backend<MlaFamily>("cpu_generic"));
-  MlaStep step(spec, {{5, 20}, {5, 20}, {0, 3}, {9, 9}, {1, 30}});
-  const PlanOptions options{.limits = {.max_num_reqs = 8, .max_num_tokens = 32, .max_seq_len = 64}};
-  MlaParts parts = backend.parts(step.spec, probe_cpu(), options);
-  parts.expand = true;
-  const auto plan = make_mla_plan(step.spec, probe_cpu(), options, std::move(parts));
-  const std::vector<int32_t> parents{-1, 0, 0, 1, 1, -1, 0, 1, 2, 3, -1, -1, 1, 2, 3, 4, 5, 6, 7, -1};
-  step.batch.draft_parents = parents;
-  plan->update(step.batch);
-  for (const int r : {0, 2, 3}) EXPECT_FALSE(plan->expands(r)) << r;
-  for (const int r : {1, 4}) EXPECT_TRUE(plan->expands(r)) << r;
-  step.call(*plan);
-  const std::vector<char> out = step.output().bytes;
-  // The first token of request 3 that has no parent: the other root is not seen.
-  const std::vector<int32_t> one_root{-1, 0, 0, 1, 1, -1, 0, 1, 2, 3, -1, 0, 1, 2, 3, 4, 5, 6, 7, -1};
-  step.batch.draft_parents = one_root;
-  plan->update(step.batch);
-  EXPECT_TRUE(plan->expands(3));
-  step.call(*plan);
-  EXPECT_NE(step.output().bytes, out);
-  step.batch.draft_parents = {};
-  plan->update(step.batch);
-  EXPECT_TRUE(plan->expands(0) && plan->expands(3));
-}
-
-constexpr const char* kNoError = "nothing thrown";
-
-TEST(Mla, TreesThatAreNoneAreRefused) {
-  MlaSpec spec = kSmall;
-  MlaStep step(spec, {{3, 20}, {2, 9}});
-  const std::vector<int32_t> parents{-1, 0, 0, -1, 0}, wrong{-1, 0, 2, -1, 0};
-  const auto refused = [&](const BackendOf<MlaFamily>& backend, std::span<const int32_t> given) {
-    const auto plan = backend.plan(spec, probe_cpu(), {.limits = {.max_num_reqs = 4, .max_num_tokens = 128, .max_seq_len = 64}});
-    step.batch.draft_parents = given;
-    return test::error_code([&] { plan->update(step.batch); });
-  };
-  for (const BackendOf<MlaFamily>* backend : backends<MlaFamily>()) {
-    spec = step.spec;
-    if (!backend->unsupported(spec, probe_cpu()).empty()) continue;
-    EXPECT_EQ(refused(*backend, parents), "batch.draft_parents.unexpected") << backend->name();
-    spec.mask.tree = true;
-    EXPECT_EQ(refused(*backend, wrong), "batch.draft_parents.range") << backend->name();
-    EXPECT_EQ(refused(*backend, std::span(parents).first(4)), "batch.draft_parents.size") << backend->name();
-    EXPECT_EQ(refused(*backend, parents), kNoError) << backend->name();
-  }
-  const auto code_of = [](const Mask& mask) {
-    MlaSpec of = kSmall;
-    of.mask = mask;
-    return test::error_code([&] { of.validate(); });
-  };
-  EXPECT_EQ(code_of({.causal = false, .tree = true}), "spec.mask.tree.causal");
-  EXPECT_EQ(code_of({.custom = true, .tree = true}), "spec.mask.tree.alone");
-  EXPECT_EQ(code_of({.positions = true, .tree = true}), "spec.mask.tree.alone");
-  EXPECT_EQ(code_of({.window_left = 3, .tree = true}), kNoError);
 }
 
 TEST(Mla, WhatIsWrongIsRefusedAndTheStepBeforeStays) {

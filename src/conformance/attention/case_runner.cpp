@@ -26,7 +26,7 @@ struct Step {
   std::vector<int32_t> query_start_loc{0}, seq_lens, table, indptr{0}, indices, last_page_len, start_loc;
   std::vector<int64_t> slots;
   std::vector<uint8_t> mask;  // bytes, or bits
-  std::vector<int32_t> mask_indptr, positions, parents;
+  std::vector<int32_t> mask_indptr, positions, parents, drafts;
   std::vector<NamedTensor> mask_tensors;
   Batch batch;
 };
@@ -181,6 +181,7 @@ class Runner {
       for (int t = s.q_begin; mask.positions && t < s.q_end; ++t) step.positions.push_back(int32_t(in_.positions.get(first_token_[r] + t)));
       for (int t = s.q_begin; mask.tree && !in_.draft_parents.empty() && t < s.q_end; ++t)
         step.parents.push_back(in_.parent_of(first_token_[r], t));
+      if (!step.parents.empty() && options_.page_seed % 2 == 1) say_drafts(step, s.q_end - s.q_begin);
       if (!mask.custom) continue;
       const uint8_t* rows = reinterpret_cast<const uint8_t*>(in_.custom_mask.bytes.data()) + mask_start(r);
       const int stride = in_.requests[r].seq_len;
@@ -216,10 +217,22 @@ class Runner {
     step.mask_tensors = in_.named_tensors();
     b.mask_tensors = step.mask_tensors;
     b.draft_parents = step.parents;
+    b.num_drafts = step.drafts;
     b.mask_indptr = step.mask_indptr;
     if (mask.custom && !step.mask.empty())
       (options_.packed_mask ? b.packed_mask : b.custom_mask) = row_vector(step.mask.data(), DType::u8, step.mask.size());
     return step;
+  }
+
+  // That the first tokens of the step's last request, as far as they are a chain, are no drafts: then nobody reads their parents.
+  static void say_drafts(Step& step, int tokens) {
+    int certain = 0;
+    for (auto parent = step.parents.end() - tokens; certain < tokens && *parent == certain - 1; ++parent) {
+      *parent = -77;
+      ++certain;
+    }
+    step.drafts.resize(step.seq_lens.size(), 0);
+    step.drafts.back() = tokens - certain;
   }
 
   int64_t mask_start(size_t request) const {

@@ -176,6 +176,17 @@ void add_mla_trees(MlaTable& table) {
   parts.spec.kv_format = KvFormat::latent_rope;
 }
 
+// Custom masks with a bit for each query and key, which a step in slices takes apart.
+void add_mla_packed(MlaTable& table) {
+  for (const NamedRequests& step : kMlaSteps)
+    for (const CustomPattern pattern : {CustomPattern::random, CustomPattern::blind}) {
+      MlaCase& c = table.add(fmt::format("packed_{}_{}", pattern == CustomPattern::random ? "random" : "blind", step.name),
+                             spec_of(kSmallMla, table.types()), step.requests);
+      c.spec.mask.custom = true;
+      c.attention.custom = pattern, c.attention.packed_mask = true, c.attention.csr = pattern == CustomPattern::blind;
+    }
+}
+
 }  // namespace
 
 std::span<const MlaCase> mla_cases() {
@@ -188,6 +199,7 @@ std::span<const MlaCase> mla_cases() {
     add_mla_absorbed(table);
     add_mla_scales(table);
     add_mla_trees(table);
+    add_mla_packed(table);
     for (MlaCase& c : table.cases) c.attention.spec = c.spec.latent_spec();
     return std::move(table.cases);
   }();

@@ -17,8 +17,8 @@ struct MlaCase {
   Case attention;  // spec.latent_spec(), and all that a case of attention says: requests, pages, mask patterns, name and seed
 };
 
-// Axes: shape, dtype, page, mask, sinks, absorbed, steps, tree (first part of the name). Parts of a query and key are at most kv_lora_rank
-// long.
+// Axes: shape, dtype, page, mask, sinks, absorbed, steps, tree, packed (first part of the name). Parts of a query and key are at most
+// kv_lora_rank long.
 std::span<const MlaCase> mla_cases();
 
 // The tensors of a case. Those of `attention` are of its latent_spec(): k and v are latents, and the first q_dim() elements of a row of q

@@ -225,6 +225,32 @@ TEST_F(PlanRefusals, WithoutValidationTheLimitsHold) {
   EXPECT_EQ(error_code([&] { plan->update(step.batch); }), "update.limits");
 }
 
+// A graph reads a custom mask in the form that it was captured with.
+TEST_F(PlanRefusals, CapturedMasks) {
+  const DriverApi& cu = need_driver();
+  Step step;
+  step.spec.mask.custom = true;
+  const CurrentContext current(*step.context);
+  const OwnedStream stream(step.context);
+  const auto plan = plan_for(step.spec);
+  std::vector<uint8_t> bytes(400 + 100, 1), bits(50 + 13, 0xff);
+  Batch of_bytes = step.batch, of_bits = step.batch;
+  of_bytes.custom_mask = row_of(bytes.data(), DType::u8, int64_t(bytes.size()));
+  of_bits.packed_mask = row_of(bits.data(), DType::u8, int64_t(bits.size()));
+  plan->update(of_bits, stream.get());
+  EXPECT_EQ(error_code([&] { plan->update(of_bytes, stream.get()); }), kFine);
+  plan->update(of_bits, stream.get());
+  CUgraph graph = nullptr;
+  cu.cuStreamBeginCapture_v2(stream.get(), kCaptureThreadLocal);
+  plan->run(step.in, step.o, stream.get());
+  cu.cuStreamEndCapture(stream.get(), &graph);
+  cu.cuGraphDestroy(graph);
+  EXPECT_EQ(error_code([&] { plan->update(of_bits, stream.get()); }), kFine);
+  EXPECT_EQ(error_code([&] { plan->update(of_bytes, stream.get()); }), "update.moved");
+  of_bits.packed_mask.sizes[0] -= 1;
+  EXPECT_EQ(error_code([&] { plan->update(of_bits, stream.get()); }), "batch.packed_mask.size");
+}
+
 // Device arrays are read where they were when the graph was captured.
 TEST_F(PlanRefusals, Captures) {
   const DriverApi& cu = need_driver();
