@@ -181,7 +181,7 @@ class Runner {
       for (int t = s.q_begin; mask.positions && t < s.q_end; ++t) step.positions.push_back(int32_t(in_.positions.get(first_token_[r] + t)));
       for (int t = s.q_begin; mask.tree && !in_.draft_parents.empty() && t < s.q_end; ++t)
         step.parents.push_back(in_.parent_of(first_token_[r], t));
-      if (!step.parents.empty() && options_.page_seed % 2 == 1) say_drafts(step, s.q_end - s.q_begin);
+      if (!step.parents.empty() && options_.page_seed / 4 % 2 == 1) say_drafts(step, s.q_end - s.q_begin);
       if (!mask.custom) continue;
       const uint8_t* rows = reinterpret_cast<const uint8_t*>(in_.custom_mask.bytes.data()) + mask_start(r);
       const int stride = in_.requests[r].seq_len;
