@@ -72,6 +72,18 @@ TEST_P(DeviceGraph, CustomMask) {
            .seed = 4});
 }
 
+// What a mask_mod shows is computed in each update, and a graph finds that of its step.
+TEST_P(DeviceGraph, Expressions) {
+  AttentionSpec spec = test::graph_spec();
+  spec.mask_mod = parse_expression("q // 300 == kv // 300 | kv < batch");
+  run({.spec = spec, .batches = 150, .seed = 31});
+  spec.score_mod = parse_expression("score - 0.01 * (q - kv)");
+  run({.spec = spec, .device_arrays = true, .batches = 150, .seed = 32});
+  // Every tile is seen, so that pieces on the device are those of the host.
+  spec.mask_mod = parse_expression("(q + kv) % 3 != 0 | q == kv");
+  run({.spec = spec, .device_arrays = true, .device_lengths = true, .batches = 150, .seed = 33});
+}
+
 TEST_P(DeviceGraph, DecodeOnly) {
   AttentionSpec spec = test::graph_spec();
   spec.head_dim_qk = spec.head_dim_v = 128;
