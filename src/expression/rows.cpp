@@ -44,15 +44,12 @@ template <int kLanes>
 using Lanes [[gnu::vector_size(4 * kLanes)]] = int32_t;
 
 template <int kLanes>
-using LanesInMemory [[gnu::vector_size(4 * kLanes), gnu::aligned(4), gnu::may_alias]] = int32_t;
-
-template <int kLanes>
 IMBREX_IN_ROW void load(Lanes<kLanes>& to, const void* from) {
-  to = *static_cast<const LanesInMemory<kLanes>*>(from);
+  __builtin_memcpy(&to, from, sizeof to);  // at any address
 }
 template <int kLanes>
 IMBREX_IN_ROW void store(void* to, const Lanes<kLanes>& from) {
-  *static_cast<LanesInMemory<kLanes>*>(to) = from;
+  __builtin_memcpy(to, &from, sizeof from);
 }
 
 template <class F>
