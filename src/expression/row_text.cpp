@@ -31,7 +31,8 @@ struct Sum {
   Factor number, step, rest;
 };
 
-constexpr std::string_view kScore = "in.score";
+// A member of the function's ExpressionInputs.
+std::string input(std::string_view name) { return fmt::format("in.{}", name); }
 
 class RowText {
  public:
@@ -48,7 +49,7 @@ class RowText {
   std::string affine() {
     for (size_t n = 0; n < nodes_.size(); ++n) take(n);
     const Sum& last = sums_.back();
-    if (written_.back() || last.base != kScore || !last.number.positive) return {};
+    if (written_.back() || last.base != input("score") || !last.number.positive) return {};
     return text_ + fmt::format("  return {{{}, {}, {}}};\n", last.number.str(), last.step.str(), last.rest.str());
   }
 
@@ -105,7 +106,7 @@ class RowText {
             factor.is(1.f) ? fmt::format("({} + {})", times, text) : fmt::format("{}fused({}, {}, {})", kCalled, times, factor.str(), text);
       }
     };
-    plus(s.step, "in.key");
+    plus(s.step, input("key"));
     if (!s.base.empty()) plus(s.number, s.base);
     return text.empty() ? "0.f" : text;
   }
@@ -161,7 +162,7 @@ class RowText {
     switch (node.op) {
       case variable:
         if (ExpressionVariable(node.value) != ExpressionVariable::score) break;
-        return {std::string(kScore), {"in.scale", 0.f, true}, {}, {}};
+        return {input("score"), {input("scale"), 0.f, true}, {}, {}};
       case to_real: {
         const std::array<std::string, 2> affine = affine_in_key(size_t(node.args[0]), kMostNested);
         if (affine[0].empty() || affine[1] == "0") break;
@@ -201,9 +202,8 @@ class RowText {
     const auto arg = [&](int i) { return affine_in_key(size_t(node.args[size_t(i)]), nested - 1); };
     switch (node.op) {
       case variable:
-        return {ExpressionVariable(node.value) == ExpressionVariable::kv ? "in.first_kv"
-                                                                         : fmt::format("in.{}", to_string(ExpressionVariable(node.value))),
-                ExpressionVariable(node.value) == ExpressionVariable::kv ? "+" : "0"};
+        if (ExpressionVariable(node.value) == ExpressionVariable::kv) return {input("first_kv"), "+"};
+        return {input(to_string(ExpressionVariable(node.value))), "0"};
       case constant:
         if (node.value < -kMost || node.value > kMost) return {};
         return {fmt::format("{}", node.value), "0"};

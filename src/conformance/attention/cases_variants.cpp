@@ -58,7 +58,7 @@ void add_variant_cases(CaseTable& table) {
 // Custom masks with a bit for each query and key: requests whose bits end within a byte, prompts of more than a tile of queries and keys,
 // and few queries; with csr there are gaps between requests.
 void add_packed_cases(CaseTable& table) {
-  const Requests prompts{{150, 220}, {3, 77}, {70, 1101}}, documents{{300, 700}, {0, 9}, {5, 650}, {1, 301}};
+  const Requests prompts{{100, 160}, {3, 77}, {40, 601}}, documents{{150, 350}, {0, 9}, {5, 325}, {1, 301}};
   struct Step {
     const char* name;
     const Requests& requests;
