@@ -14,8 +14,6 @@
 namespace imbrex {
 namespace {
 
-using enum ExpressionOp;
-
 // A number of a row: a text, or a constant.
 struct Factor {
   std::string text;
@@ -55,6 +53,7 @@ class RowText {
 
  private:
   void take(size_t n) {
+    using enum ExpressionOp;
     const ExpressionNode& node = nodes_[n];
     varies_[n] = node.op == variable &&
                  (ExpressionVariable(node.value) == ExpressionVariable::kv || ExpressionVariable(node.value) == ExpressionVariable::score);
@@ -80,7 +79,7 @@ class RowText {
   }
   Sum alone(size_t n) const {
     const ExpressionNode& node = nodes_[n];
-    if (node.op == constant) return {"", {}, {}, {"", std::bit_cast<float>(node.value)}};
+    if (node.op == ExpressionOp::constant) return {"", {}, {}, {"", std::bit_cast<float>(node.value)}};
     if (!varies_[n]) return {"", {}, {}, {fmt::format("v{}", n)}};
     return {fmt::format("v{}", n), {"", 1.f}, {}, {}};
   }
@@ -156,6 +155,7 @@ class RowText {
   }
 
   Sum sum_of(size_t n) {
+    using enum ExpressionOp;
     const ExpressionNode& node = nodes_[n];
     const auto arg = [&](int i) -> const Sum& { return sums_[size_t(node.args[size_t(i)])]; };
     constexpr Factor (*number)(float) = [](float x) { return Factor{"", x}; };
@@ -196,6 +196,7 @@ class RowText {
   // ("0": the key is not in it). Nothing where it may be as large as ints are: its parts are positions, lengths and small constants.
   static constexpr int kMostNested = 5;
   std::array<std::string, 2> affine_in_key(size_t n, int nested) const {
+    using enum ExpressionOp;
     constexpr int kMost = 1 << 24;
     if (nested == 0) return {};
     const ExpressionNode& node = nodes_[n];
