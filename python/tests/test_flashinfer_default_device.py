@@ -185,7 +185,8 @@ def flattened(results):
 
 
 def test_every_name_is_walked():
-    assert set(NAMES) == {*flashinfer.__all__, "flash_attn"}
+    modules = {"mla"}  # whose wrapper has a name here too
+    assert set(NAMES) == {*flashinfer.__all__, "flash_attn"} - modules
 
 
 @pytest.mark.parametrize("name", NAMES)

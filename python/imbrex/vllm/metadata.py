@@ -79,6 +79,10 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
         self.on_device = inexact or (self.settings.on_device == "always" and self.device_text != "cpu")
         self.supports_draft_decode_metadata_update = self.on_device
         self.rswa_window: Optional[int] = getattr(vllm_config.model_config, "rswa_window", None)
+        has_images = getattr(vllm_config.model_config, "is_mm_prefix_lm", False)
+        for name, asked in (("R-SWA", self.rswa_window is not None), ("multimodal prefixes", has_images)):
+            if asked and self.on_device:
+                raise NotImplementedError(f'imbrex: expected no drafts and no on_device "always" with {name} on a GPU, whose masks the host makes')
         self.plans: Dict[Tuple, Plan] = {}
         self.decode_plans = self.plans  # of steps with one token a request
         self._masked_plans: Dict[str, Dict[Tuple, Plan]] = {}  # by the mask that steps ask for
@@ -98,7 +102,7 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
                 self.plans[layer.impl.plan_key] = self._make_plan(spec, limits)
                 if self.decode_plans is not self.plans:
                     self.decode_plans[layer.impl.plan_key] = self._make_plan(spec, dict(self._decode_limits(limits), max_query_len=1))
-        if getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
+        if has_images:
             self._plans_masked("images")  # before the first request with one waits for it
         self._checked = not self.settings.self_check
         if self._checked:
@@ -215,8 +219,8 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
         if not self.decodes:
             return plans, {}
         by_request = isinstance(cam.causal, torch.Tensor)
-        if self.on_device and (by_request or self.rswa_window is not None):
-            raise NotImplementedError("imbrex: expected lengths that the host knows with R-SWA or causal layers of some requests, got on_device")
+        if self.on_device and by_request:
+            raise NotImplementedError("imbrex: expected lengths that the host knows where some requests are not causal, got those of the GPU")
         if by_request:
             return self._plans_masked("by request"), {"mask_tensors": {"causal": _of_rows(cam.causal, cam.num_reqs, torch.uint8)}}
         if not cam.causal:

@@ -162,14 +162,22 @@ def test_requests_that_are_not_causal(device, layers, causal):
     runner.step([(a, 3), (b, 2)])
 
 
-def test_lengths_on_the_gpu_have_no_such_masks(vllm):
-    for model, changes in ((dict(rswa_window=20), {}), ({}, {"causal": torch.ones(1, dtype=torch.bool)})):
-        runner = MaskRunner("cpu", [{}], model=model)
-        runner.requests = [runner.request("a", 20)]
-        cam = runner.common(0, [1], [1], 1, 1).replace(**changes)
-        runner.builders[0].on_device = True
-        with pytest.raises(NotImplementedError, match="expected lengths that the host knows"):
-            runner.builders[0]._plans_of_step(cam)
+def test_lengths_on_the_gpu_have_no_such_masks(vllm, monkeypatch):
+    from vllm.config import SpeculativeConfig
+
+    from imbrex.vllm import builders
+
+    runner = MaskRunner("cpu", [{}])
+    runner.requests = [runner.request("a", 20)]
+    cam = runner.common(0, [1], [1], 1, 1).replace(causal=torch.ones(1, dtype=torch.bool))
+    runner.builders[0].on_device = True
+    with pytest.raises(NotImplementedError, match="expected lengths that the host knows"):
+        runner.builders[0]._plans_of_step(cam)
+    for model, name in ((dict(rswa_window=20), "R-SWA"), (IMAGES, "multimodal prefixes")):
+        runner = MaskRunner("cpu", [{}], model=model, speculative=SpeculativeConfig())  # a CPU has lengths
+        with monkeypatch.context() as gpu, pytest.raises(NotImplementedError, match=f"expected no drafts .* with {name} on a GPU"):
+            gpu.setattr(builders, "device_text", lambda device: "cuda:0")
+            type(runner.builders[0])(runner.groups[0].spec, runner.groups[0].names, runner.config, torch.device("cpu"))
 
 
 def test_chunks_with_a_lookback_have_no_such_masks(vllm):
