@@ -5,9 +5,8 @@
 // compiler computes them once for all keys that it has unrolled, and of the sum two multiply-adds are left.
 #include <fmt/format.h>
 
-#include <array>
 #include <bit>
-#include <cmath>
+#include <optional>
 
 #include "expression/text_parts.h"
 
@@ -164,9 +163,10 @@ class RowText {
         if (ExpressionVariable(node.value) != ExpressionVariable::score) break;
         return {input("score"), {input("scale"), 0.f, true}, {}, {}};
       case to_real: {
-        const std::array<std::string, 2> affine = affine_in_key(size_t(node.args[0]), kMostNested);
-        if (affine[0].empty() || affine[1] == "0") break;
-        return {"", {}, number(affine[1] == "-" ? -1.f : 1.f), named(fmt::format("float({})", affine[0]))};
+        constexpr int kMostNested = 5;  // so that no sum of the parts leaves the ints
+        const auto sum = affine_in_key(size_t(node.args[0]), kMostNested);
+        if (!sum || sum->sign == 0) break;
+        return {"", {}, number(float(sum->sign)), named(fmt::format("float({})", sum->of_first))};
       }
       case add: return added(arg(0), arg(1));
       case subtract: return added(arg(0), scaled(arg(1), number(-1.f)));
@@ -192,10 +192,13 @@ class RowText {
     return sums_[n];
   }
 
-  // Of an int that is the key's number, or its negative, plus what does not depend on the key: that of the row's first key, and "+" or "-"
-  // ("0": the key is not in it). Nothing where it may be as large as ints are: its parts are positions, lengths and small constants.
-  static constexpr int kMostNested = 5;
-  std::array<std::string, 2> affine_in_key(size_t n, int nested) const {
+  // An int that is `sign` (1, -1 or 0) times the key's number, plus what it is for the row's first key.
+  struct KeySum {
+    std::string of_first;
+    int sign = 0;
+  };
+  // Nothing of an int that may be as large as ints are: the parts of others are positions, lengths and small constants.
+  std::optional<KeySum> affine_in_key(size_t n, int nested) const {
     using enum ExpressionOp;
     constexpr int kMost = 1 << 24;
     if (nested == 0) return {};
@@ -203,26 +206,26 @@ class RowText {
     const auto arg = [&](int i) { return affine_in_key(size_t(node.args[size_t(i)]), nested - 1); };
     switch (node.op) {
       case variable:
-        if (ExpressionVariable(node.value) == ExpressionVariable::kv) return {input("first_kv"), "+"};
-        return {input(to_string(ExpressionVariable(node.value))), "0"};
+        if (ExpressionVariable(node.value) == ExpressionVariable::kv) return KeySum{input("first_kv"), 1};
+        return KeySum{input(to_string(ExpressionVariable(node.value)))};
       case constant:
         if (node.value < -kMost || node.value > kMost) return {};
-        return {fmt::format("{}", node.value), "0"};
+        return KeySum{fmt::format("{}", node.value)};
       case negate: {
         const auto a = arg(0);
-        return a[0].empty() ? a : std::array<std::string, 2>{fmt::format("-({})", a[0]), negative(a[1])};
+        if (!a) return {};
+        return KeySum{fmt::format("-({})", a->of_first), -a->sign};
       }
       case add:
       case subtract: {
         const auto a = arg(0), b = arg(1);
-        const std::string sign = node.op == subtract ? negative(b[1]) : b[1];
-        if (a[0].empty() || b[0].empty() || (a[1] != "0" && sign != "0")) return {};
-        return {fmt::format("({} {} {})", a[0], node.op == add ? "+" : "-", b[0]), a[1] != "0" ? a[1] : sign};
+        if (!a || !b || (a->sign != 0 && b->sign != 0)) return {};
+        return KeySum{fmt::format("({} {} ({}))", a->of_first, node.op == add ? "+" : "-", b->of_first),
+                      a->sign + (node.op == add ? b->sign : -b->sign)};
       }
       default: return {};
     }
   }
-  static std::string negative(const std::string& sign) { return sign == "+" ? "-" : sign == "-" ? "+" : sign; }
 
   const std::span<const ExpressionNode> nodes_;
   const std::vector<bool> exact_;

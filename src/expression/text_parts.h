@@ -1,5 +1,5 @@
 #pragma once
-// What both forms of generated texts need: text_exact in cuda_text.cpp, a line for each operation, and row_text.cpp.
+// What both forms of an expression's text for kernels need: that of cuda_text.cpp, a line for each operation, and that of row_text.cpp.
 #include <string>
 #include <vector>
 
@@ -15,8 +15,8 @@ std::vector<bool> deciding(std::span<const ExpressionNode>);
 std::string constant_text(const ExpressionNode&);
 // The value of node n, as a call with the values v0, v1 .. of its arguments.
 std::string value_text(std::span<const ExpressionNode>, size_t n, bool exact);
-// The body of a function of an ExpressionInputs `in`, in which numbers that are affine in the key and the score are kept as what they are
-// made of, so that what all keys of a row share is computed once a row.
+// The body of a function of an ExpressionInputs `in` that returns a float, in which numbers that are affine in the key and the score are
+// kept as what they are made of, so that what all keys of a row share is computed once a row.
 std::string row_text(const Expression&);
 // A function `name` that returns an operations::AffineScore of an ExpressionInputs without a key; empty where the expression is no such
 // sum.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "mla_targets.h"
+#include "tree_rows.h"
 
 namespace imbrex::test {
 namespace {
@@ -51,18 +52,6 @@ std::vector<MlaCase> mla_tree_cases() {
     all.push_back(std::move(c));
   }
   return all;
-}
-
-HostTensor rows_of(const HostTensor& t, const std::vector<int64_t>& rows) {
-  HostTensor part = HostTensor::make(t.dtype, {int64_t(rows.size()), t.sizes[1], t.sizes[2]});
-  const int64_t bytes = t.sizes[1] * t.sizes[2] * size_of(t.dtype);
-  for (size_t i = 0; i < rows.size(); ++i) std::copy_n(t.bytes.begin() + rows[i] * bytes, bytes, part.bytes.begin() + int64_t(i) * bytes);
-  return part;
-}
-std::vector<float> rows_of(const std::vector<float>& t, const std::vector<int64_t>& rows, int64_t width) {
-  std::vector<float> part;
-  for (const int64_t row : rows) part.insert(part.end(), t.begin() + row * width, t.begin() + (row + 1) * width);
-  return part;
 }
 
 class MlaTreeLaws : public testing::TestWithParam<MlaTarget> {
@@ -115,10 +104,10 @@ TEST_P(MlaTreeLaws, ATreeIsItsPaths) {
         chain.tree = false;
         MlaCaseInputs path = with_mask(in, chain);
         path.attention.requests = {{int(tokens.size()), int(keys.size()), 0}};
-        path.attention.q = rows_of(in.attention.q, tokens);
-        path.attention.k = rows_of(in.attention.k, keys), path.attention.v = rows_of(in.attention.v, keys);
+        path.attention.q = rows_at(in.attention.q, tokens);
+        path.attention.k = rows_at(in.attention.k, keys), path.attention.v = rows_at(in.attention.v, keys);
         const RunResult own{
-            .out = rows_of(tree.out, tokens, heads * c.spec.out_dim()), .lse = rows_of(tree.lse, tokens, heads), .violations = {}};
+            .out = rows_at(tree.out, tokens, heads * c.spec.out_dim()), .lse = rows_at(tree.lse, tokens, heads), .violations = {}};
         const Judgement judgement = judge(expect(path), own);
         EXPECT_TRUE(judgement.pass()) << c.spec.str() << " " << way.name << ", path to token " << leaf << " of " << r.q_len << ": "
                                       << judgement.failure;
@@ -189,7 +178,7 @@ TEST_P(MlaTreeLaws, NeighboursAndPagesDoNotMatter) {
       MlaCase alone = c;
       alone.attention.requests = {r};
       const RunResult own{
-          .out = rows_of(together.out, tokens, heads * c.spec.out_dim()), .lse = rows_of(together.lse, tokens, heads), .violations = {}};
+          .out = rows_at(together.out, tokens, heads * c.spec.out_dim()), .lse = rows_at(together.lse, tokens, heads), .violations = {}};
       if (!tokens.empty()) expect_same_bits(run(make_inputs(alone), options, way), own, c.spec.str() + " " + way.name + " alone");
     }
     RunOptions other = options;

@@ -9,6 +9,7 @@
 #include "core/float_types.h"
 #include "imbrex/parallel.h"
 #include "matrix.h"
+#include "tree_rows.h"
 
 namespace imbrex::test {
 namespace {
@@ -68,19 +69,6 @@ class TreeLaws : public testing::TestWithParam<Target> {
   }
 };
 
-// The rows `rows` of a [rows, heads, dim] tensor.
-HostTensor rows_of(const HostTensor& t, const std::vector<int64_t>& rows) {
-  HostTensor part = HostTensor::make(t.dtype, {int64_t(rows.size()), t.sizes[1], t.sizes[2]});
-  const int64_t bytes = t.sizes[1] * t.sizes[2] * size_of(t.dtype);
-  for (size_t i = 0; i < rows.size(); ++i) std::copy_n(t.bytes.begin() + rows[i] * bytes, bytes, part.bytes.begin() + int64_t(i) * bytes);
-  return part;
-}
-std::vector<float> rows_of(const std::vector<float>& t, const std::vector<int64_t>& rows, int64_t width) {
-  std::vector<float> part;
-  for (const int64_t row : rows) part.insert(part.end(), t.begin() + row * width, t.begin() + (row + 1) * width);
-  return part;
-}
-
 TEST_P(TreeLaws, ATreeIsItsPaths) {
   int paths = 0;
   for (const Case& c : own_cases()) {
@@ -99,9 +87,9 @@ TEST_P(TreeLaws, ATreeIsItsPaths) {
         CaseInputs path = in;
         path.spec.mask.tree = false, path.draft_parents = {};
         path.requests = {{int(tokens.size()), int(keys.size()), 0}};
-        path.q = rows_of(in.q, tokens), path.k = rows_of(in.k, keys), path.v = rows_of(in.v, keys);
+        path.q = rows_at(in.q, tokens), path.k = rows_at(in.k, keys), path.v = rows_at(in.v, keys);
         const RunResult own{
-            .out = rows_of(tree.out, tokens, heads * c.spec.head_dim_v), .lse = rows_of(tree.lse, tokens, heads), .violations = {}};
+            .out = rows_at(tree.out, tokens, heads * c.spec.head_dim_v), .lse = rows_at(tree.lse, tokens, heads), .violations = {}};
         const Judgement judgement = judge(expect(path), own);
         EXPECT_TRUE(judgement.pass()) << c.spec.str() << ", path to token " << leaf << " of " << r.q_len << ": " << judgement.failure;
       }
@@ -178,7 +166,7 @@ TEST_P(TreeLaws, NeighboursPagesAndThreadsDoNotMatter) {
       Case alone = c;
       alone.requests = {r};
       const RunResult own{
-          .out = rows_of(together.out, tokens, heads * c.spec.head_dim_v), .lse = rows_of(together.lse, tokens, heads), .violations = {}};
+          .out = rows_at(together.out, tokens, heads * c.spec.head_dim_v), .lse = rows_at(together.lse, tokens, heads), .violations = {}};
       expect_same(run(make_inputs(alone), options(alone)), own, c.spec.str() + " being alone");
     }
     RunOptions other = options(c);

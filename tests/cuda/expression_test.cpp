@@ -63,6 +63,15 @@ TEST(ExpressionKernels, CompileWithoutSpills) {
       }
 }
 
+// Those with wgmma run one product after the other where ptxas warns of it.
+TEST(ExpressionKernels, OfHopperCompileWithoutWarnings) {
+  NEEDS_NVRTC();
+  for (const AttentionSpec& spec : {spec_with("float slope[]; score + slope[head] * (kv - q)", ""),
+                                    spec_with("20 * tanh(score / 20) + float(kv % 7)", "int doc[,]; doc[batch, q] == doc[batch, kv]")})
+    for (const KernelKey& key : plan_kernels(kernels_sm90, "sm_90a", spec, Extent::usual))
+      EXPECT_TRUE(key.functions.empty() || compile(key).log.find("warning") == std::string::npos) << key.str();
+}
+
 TEST(ExpressionKernels, RefuseByName) {
   const DeviceInfo device{.device = {DeviceType::cuda, 0}, .name = "H200", .sm = 90, .num_workers = 132, .max_smem_bytes = 227 << 10};
   const auto reasons = [&](const char* backend, const AttentionSpec& spec) {

@@ -52,7 +52,7 @@ TEST(CudaText, ApproximateSumsStayFactorsOfARow) {
   const auto text = [](const char* expression) { return cuda_text(parse_expression(expression), "mod", ExpressionFloats::approximate); };
   const std::string alibi = text("float slope[]; score + slope[head] * (kv - q)");
   EXPECT_NE(alibi.find("fused(in.score, in.scale, imbrex::operations::fused(in.key, v2, r1))"), std::string::npos) << alibi;
-  EXPECT_NE(alibi.find("float((in.first_kv - in.q))"), std::string::npos) << alibi;
+  EXPECT_NE(alibi.find("float((in.first_kv - (in.q)))"), std::string::npos) << alibi;
   const std::string cap = text("20 * tanh(score / 20)");
   EXPECT_NE(cap.find("tanh_of_units(in.score * r1)"), std::string::npos) << cap;
   // What decides is exact, and what may be any int is no sum.

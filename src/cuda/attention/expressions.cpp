@@ -46,6 +46,7 @@ void pack(const TensorView& t, char* to) {
 }  // namespace
 
 bool loads_for_each_key(const Expression& expression) {
+  if (expression.tensors().empty()) return false;
   const std::span<const ExpressionNode> nodes = expression.nodes();
   std::vector<bool> varies(nodes.size());
   for (size_t n = 0; n < nodes.size(); ++n) {
