@@ -86,6 +86,12 @@ constexpr int recurrent_stream_ahead(int dim_k, int dim_v, int state_size) {
   return recurrent_stream_blocks(dim_k, dim_v) * recurrent_stream_rows(dim_k, dim_v) * dim_k * state_size > (64 << 10) ? 1 : 2;
 }
 constexpr int recurrent_stream_units(int ahead) { return ahead + 3; }
+// Where keys are innermost, and all warps of a block have all of their values, states leave through shared memory too, which has room for a
+// warp's values in so many parts.
+constexpr bool recurrent_stream_stores_pieces(int dim_k, int dim_v, bool keys_first) {
+  return !keys_first && dim_k % 4 == 0 && dim_v % recurrent_warp_values(dim_k) == 0;
+}
+constexpr int recurrent_stream_store_parts(int state_size) { return state_size > 2 ? 2 : 1; }
 constexpr int recurrent_lane_keys(int dim_k) { return 4 * recurrent_key_lanes(dim_k) * recurrent_quads(dim_k); }  // of all lanes
 constexpr int recurrent_stream_bytes(int dim_k, int dim_v, int state_size, bool channels, bool keys_first, bool finishes) {
   const int rows = recurrent_stream_rows(dim_k, dim_v), ahead = recurrent_stream_ahead(dim_k, dim_v, state_size);
@@ -93,7 +99,8 @@ constexpr int recurrent_stream_bytes(int dim_k, int dim_v, int state_size, bool 
   const int fours = (dim_k + 3) / 4, values = dim_v < rows ? dim_v : rows;
   const int numbers = keys_first ? fours * (4 * values * state_size + 16) : rows * dim_k * state_size;
   const int state = numbers + recurrent_warps(dim_k, dim_v) * 8;
-  return (2 * token + ahead * state + 2 * 16 + recurrent_stream_units(ahead) * 40 + 15) / 16 * 16;
+  const int stored = recurrent_stream_stores_pieces(dim_k, dim_v, keys_first) ? numbers / recurrent_stream_store_parts(state_size) : 0;
+  return (2 * token + ahead * state + stored + 2 * 16 + recurrent_stream_units(ahead) * 40 + 15) / 16 * 16;
 }
 
 // recurrent_narrow.cu: threads of a block, blocks that a multiprocessor is to hold, which stay, states that are on their way to one, heads

@@ -203,6 +203,12 @@ DEVICE void tma_store(const TensorMap& map, u32 from, int x, int y, int z) {
                : "memory");
 }
 DEVICE void tma_wait_for_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Contiguous bytes of shared memory, which may change once this thread has waited as above. Both addresses and the number are multiples of
+// 16.
+DEVICE void bulk_store(void* to, u32 from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
 
 // Contiguous bytes to shared memory; `barrier` gets them. Both addresses and the number are multiples of 16.
 DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {

@@ -16,8 +16,18 @@ constexpr int kPieces = kKeysFirst ? (kDimK + 3) / 4 : kWarps,
 constexpr int kAhead = recurrent_stream_ahead(kDimK, kDimV, kStateSize);  // states on their way
 constexpr int kUnits = recurrent_stream_units(kAhead);
 
+// Whether states leave through shared memory, in parts of a warp's values: of a lane so many of its values.
+constexpr bool kStoresPieces = recurrent_stream_stores_pieces(kDimK, kDimV, kKeysFirst);
+constexpr int kStoreParts = recurrent_stream_store_parts(kStateSize), kStoreValues = kValues / kStoreParts;
+template <bool is_there>
+struct StoredPieces {};
+template <>
+struct StoredPieces<true> {
+  char stored[kWarps][kWarpValues / kStoreParts * kDimK * kStateSize];
+};
+
 // Places of tokens, states and units take turns.
-struct Shared {
+struct Shared : StoredPieces<kStoresPieces> {
   Token tokens[2];                            // of the token at work, and the next one
   char states[kAhead][kPieces][kPieceBytes];  // of the next units
   StateRequest requests[2];                   // that of the last unit, and where that one ends
@@ -123,6 +133,34 @@ DEVICE void take_state(const RecurrentParams& p, const Unit& unit, const Lane& l
   }
 }
 
+// A warp's values go to a row: pieces of memory, which bulk copies bring there while the warp goes on.
+template <class Memory>
+DEVICE void store_pieces(const RecurrentParams& p, const Unit& unit, const Lane& lane, int row, Memory& shared, const State& s) {
+  constexpr int kRow = kDimK * kStateSize;
+  const int first = unit.first_value() + lane.value, group = lane_id() / kKeyLanes;
+  if (kDimV % kRows != 0 && first >= kDimV) return;  // the same in all of a warp
+  char* const staged = shared.stored[warp_of(lane)];
+#pragma unroll
+  for (int part = 0; part < kStoreParts; ++part) {
+    tma_wait_for_stores();
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < kStoreValues; ++j)
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i) {
+        const int channel = (i * kKeyLanes + lane.key) * 4;
+        if (channel < kDimK)
+          store_run<kStateType, true>(staged + (group * kStoreValues + j) * kRow + channel * kStateSize, 4,
+                                      s.of[part * kStoreValues + j][i]);
+      }
+    async_proxy_fence();
+    __syncwarp();
+    if (kStoreParts > 1 ? lane.key == 0 : lane_id() == 0)
+      bulk_store(unit.state(p, row) + long(first + part * kStoreValues) * kRow, shared_address(staged + group * kStoreValues * kRow),
+                 u32((kStoreParts > 1 ? kStoreValues : kWarpValues) * kRow));
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurrent_stream(const __grid_constant__ RecurrentParams p) {
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const bool leads = threadIdx.x == kThreads - 32;  // in the last warp, whose part of a token is small
@@ -134,6 +172,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
   const u32 units = u32(num_requests(p)) * units_of_request(p);
   __syncthreads();
   griddep_wait();
+  // Blocks fill the GPU: those of the next kernel begin where these end, and their lists are there when the last one does.
+  griddep_launch();
   const auto load_first = [&](const Unit& unit, TokenPart& part) {
     if (unit.is_there()) load_part(p, unit.item.begin, unit.head, unit.first_value(), part);
   };
@@ -166,6 +206,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
     }
     const int first = unit.first_value() + lane.value;
     const auto store = [&](int row) {
+      if constexpr (kStoresPieces) return store_pieces(p, unit, lane, row, shared, s);
       const int value = kFinishes ? unit.first_value() + here(lane.value) : first;
       Places<true>::store(unit.state(p, row), value, here(lane.key), s);
     };
@@ -182,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
     }
     if (leads) end_unit(p, index_of(last), units, shared.units[last % kUnits], shared);
   }
-  griddep_launch();
+  if (kStoresPieces) tma_wait_for_stores();  // shared memory is this block's until it is read
 }
 
 }  // namespace imbrex::cuda
