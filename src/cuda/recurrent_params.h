@@ -17,6 +17,7 @@ struct RecurrentParams {
   long state_slot_stride, state_row_stride, state_head_stride;
   const StateRequest* requests;  // [num_reqs + 1], with room for [most_requests + 1]
   const StateCounts* counts;
+  int* taken;              // StateCounts::taken of these
   const int* parent_rows;  // of tokens of the batch, where drafts may be a tree: the row that a draft begins from
   int* broken;             // [kNumStateRules], as in PlanStateBatchParams; null: nobody asks
   int most_requests;
@@ -86,10 +87,15 @@ constexpr int recurrent_stream_ahead(int dim_k, int dim_v, int state_size) {
   return recurrent_stream_blocks(dim_k, dim_v) * recurrent_stream_rows(dim_k, dim_v) * dim_k * state_size > (64 << 10) ? 1 : 2;
 }
 constexpr int recurrent_stream_units(int ahead) { return ahead + 3; }
+// Whether a kernel has registers left to take units in turn and to store pieces.
+constexpr bool recurrent_stream_has_registers(int dim_k, int state_size, bool channels, bool finishes) {
+  return dim_k <= 128 && !(channels && finishes && state_size == 4);
+}
 // Where keys are innermost, and all warps of a block have all of their values, states leave through shared memory too, which has room for a
 // warp's values in so many parts.
-constexpr bool recurrent_stream_stores_pieces(int dim_k, int dim_v, bool keys_first) {
-  return !keys_first && dim_k % 4 == 0 && dim_v % recurrent_warp_values(dim_k) == 0;
+constexpr bool recurrent_stream_stores_pieces(int dim_k, int dim_v, int state_size, bool channels, bool keys_first, bool finishes) {
+  return !keys_first && dim_k % 4 == 0 && dim_v % recurrent_warp_values(dim_k) == 0 &&
+         recurrent_stream_has_registers(dim_k, state_size, channels, finishes);
 }
 constexpr int recurrent_stream_store_parts(int state_size) { return state_size > 2 ? 2 : 1; }
 constexpr int recurrent_lane_keys(int dim_k) { return 4 * recurrent_key_lanes(dim_k) * recurrent_quads(dim_k); }  // of all lanes
@@ -99,8 +105,9 @@ constexpr int recurrent_stream_bytes(int dim_k, int dim_v, int state_size, bool 
   const int fours = (dim_k + 3) / 4, values = dim_v < rows ? dim_v : rows;
   const int numbers = keys_first ? fours * (4 * values * state_size + 16) : rows * dim_k * state_size;
   const int state = numbers + recurrent_warps(dim_k, dim_v) * 8;
-  const int stored = recurrent_stream_stores_pieces(dim_k, dim_v, keys_first) ? numbers / recurrent_stream_store_parts(state_size) : 0;
-  return (2 * token + ahead * state + stored + 2 * 16 + recurrent_stream_units(ahead) * 40 + 15) / 16 * 16;
+  const bool pieces = recurrent_stream_stores_pieces(dim_k, dim_v, state_size, channels, keys_first, finishes);
+  const int stored = pieces ? numbers / recurrent_stream_store_parts(state_size) : 0;
+  return (2 * token + ahead * state + stored + 2 * 16 + 8 + recurrent_stream_units(ahead) * 40 + 15) / 16 * 16;
 }
 
 // recurrent_narrow.cu: threads of a block, blocks that a multiprocessor is to hold, which stay, states that are on their way to one, heads

@@ -13,7 +13,9 @@ struct StateRequest {
   short drafts;     // how many of the last tokens may be taken back: what the state's rows are then, a family says
 };
 struct StateCounts {
-  int num_tokens, num_reqs, padding[2];
+  int num_tokens, num_reqs;
+  int taken;  // units that thread blocks of a launch of recurrent_stream.cu have taken; 0 between launches
+  int padding;
 };
 
 // Requests that a device has found to break a rule: PlanStateBatchParams::broken.

@@ -247,6 +247,7 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
   p.requests = lists_->requests();
   p.most_requests = options_.limits.max_num_reqs;
   p.counts = lists_->counts();
+  p.taken = lists_->taken();
   p.parent_rows = lists_->parent_rows();
   p.broken = lists_->broken();
   p.lists_are_there = lists_->are_there();

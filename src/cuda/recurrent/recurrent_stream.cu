@@ -15,10 +15,13 @@ constexpr int kPieces = kKeysFirst ? (kDimK + 3) / 4 : kWarps,
               kPieceBytes = kKeysFirst ? 4 * kRowBytes + 16 : kWarpValues * kDimK * kStateSize;
 constexpr int kAhead = recurrent_stream_ahead(kDimK, kDimV, kStateSize);  // states on their way
 constexpr int kUnits = recurrent_stream_units(kAhead);
+// Whether blocks take units in turn, or each has those that its number says.
+constexpr bool kTakesUnits = recurrent_stream_has_registers(kDimK, kStateSize, kOfChannels, kFinishes);
+constexpr int kNoHead = -1;  // of what a block gets when all units have been taken
 
 // Whether states leave through shared memory, in parts of a warp's values: of a lane so many of its values.
-constexpr bool kStoresPieces = recurrent_stream_stores_pieces(kDimK, kDimV, kKeysFirst);
-constexpr int kStoreParts = recurrent_stream_store_parts(kStateSize), kStoreValues = kValues / kStoreParts;
+constexpr bool kStoresPieces = recurrent_stream_stores_pieces(kDimK, kDimV, kStateSize, kOfChannels, kKeysFirst, kFinishes);
+constexpr int kStoreParts = recurrent_stream_store_parts(kStateSize);
 template <bool is_there>
 struct StoredPieces {};
 template <>
@@ -31,6 +34,7 @@ struct Shared : StoredPieces<kStoresPieces> {
   Token tokens[2];                            // of the token at work, and the next one
   char states[kAhead][kPieces][kPieceBytes];  // of the next units
   StateRequest requests[2];                   // that of the last unit, and where that one ends
+  u32 index;                                  // of the last unit
   Unit units[kUnits];                         // from the one at work on
   u64 loaded[kAhead][kWarps];                 // of a warp's values; where values are innermost the first one has all
 };
@@ -39,6 +43,7 @@ static_assert(sizeof(Shared) == recurrent_stream_bytes(kDimK, kDimV, kStateSize,
 
 // Units are looked up by one thread. What is made of a request would wait for it: so it is copied first.
 DEVICE void begin_unit(const RecurrentParams& p, u32 index, u32 units, Shared& shared) {
+  if (kTakesUnits) shared.index = index;
   const StateRequest* const requests = p.requests + index / units_of_request(p);
   const u32 to = shared_address(shared.requests);
   if (index < units) copy_async<16>(to, requests), copy_async<16>(to + 16, requests + 1);
@@ -51,9 +56,9 @@ DEVICE Unit unit_at(const RecurrentParams& p, u32 index, const RecurrentItem& it
 DEVICE void end_unit(const RecurrentParams& p, u32 index, u32 units, Unit& unit, Shared& shared) {
   copy_async_wait<0>();
   const u32 each = units_of_request(p);
-  RecurrentItem item{};
-  if (index < units) item = item_of(p, shared.requests[0], shared.requests[1].begin, int(index / each), index % each == 0);
-  unit = unit_at(p, index, item);
+  const auto item = [&] { return item_of(p, shared.requests[0], shared.requests[1].begin, int(index / each), index % each == 0); };
+  unit = unit_at(p, index, index < units ? item() : RecurrentItem{});
+  if (kTakesUnits && index >= units) unit.head = kNoHead;
 }
 // The first ones, by as many lanes. How many requests there are is not waited for before they are loaded.
 DEVICE void find_first_units(const RecurrentParams& p, Shared& shared) {
@@ -64,6 +69,7 @@ DEVICE void find_first_units(const RecurrentParams& p, Shared& shared) {
   if (request < u32(p.most_requests)) r = p.requests[request], end = p.requests[request + 1].begin;
   const bool is_there = request < u32(num_requests(p));
   shared.units[lane_id()] = unit_at(p, index, is_there ? item_of(p, r, end, int(request), index % each == 0) : RecurrentItem{});
+  if (kTakesUnits && !is_there) shared.units[lane_id()].head = kNoHead;
 }
 
 // What addresses are made of: where keys are innermost, these are kept from before the loop, unless outputs need their registers. Without
@@ -136,7 +142,7 @@ DEVICE void take_state(const RecurrentParams& p, const Unit& unit, const Lane& l
 // A warp's values go to a row: pieces of memory, which bulk copies bring there while the warp goes on.
 template <class Memory>
 DEVICE void store_pieces(const RecurrentParams& p, const Unit& unit, const Lane& lane, int row, Memory& shared, const State& s) {
-  constexpr int kRow = kDimK * kStateSize;
+  constexpr int kRow = kDimK * kStateSize, kStoreValues = kValues / kStoreParts;
   const int first = unit.first_value() + lane.value, group = lane_id() / kKeyLanes;
   if (kDimV % kRows != 0 && first >= kDimV) return;  // the same in all of a warp
   char* const staged = shared.stored[warp_of(lane)];
@@ -179,15 +185,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
   };
   TokenPart part;
   load_first(shared.units[0], part);
-  const auto index_of = [&](u32 number) { return blockIdx.x + number * gridDim.x; };
   const bool begins = kKeysFirst || lane_id() == 0;
   if (kAhead > 1 && begins) {
 #pragma unroll
     for (int i = 1; i < kAhead; ++i) begin_state(p, shared.units[i], lane, i, shared);
   }
-  u32 parities = 0, turn = 0;
+  const auto index_of = [&](u32 number) { return blockIdx.x + number * gridDim.x; };
+  // Blocks have their first units by their number, and take each other one when they begin to compute one.
+  u32 parities = 0, turn = 0, taken = 0;
 #pragma unroll 1
-  for (u32 number = 0; index_of(number) < units; ++number) {
+  for (u32 number = 0; kTakesUnits ? shared.units[number % kUnits].head != kNoHead : index_of(number) < units; ++number) {
     const Unit& unit = shared.units[number % kUnits];
     const Unit& next = shared.units[(number + 1) % kUnits];
     State s;
@@ -199,7 +206,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
     __syncthreads();  // the unit's token is there, and one unit more
     const u32 last = number + kUnits - 1;
     if (kKeysFirst) begin_state(p, shared.units[(number + kAhead) % kUnits], lane, place, shared);  // all warps have read this one
-    if (leads) begin_unit(p, index_of(last), units, shared);
+    if (leads) begin_unit(p, kTakesUnits && number > 0 ? taken + kUnits * gridDim.x : index_of(last), units, shared);
+    if (kTakesUnits && leads) taken = u32(atomicAdd(p.taken, 1));
     if (!unit.is_there()) {
       load_first(next, part);
       if (next.is_there()) put_part(p, part, shared.tokens[turn]);
@@ -221,7 +229,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
       if (const int row = token + 1 - (unit.item.end - unit.item.drafts); row >= 0) store(row);
       if (!is_last || next.is_there()) put_part(p, part, shared.tokens[turn ^ 1]);
     }
-    if (leads) end_unit(p, index_of(last), units, shared.units[last % kUnits], shared);
+    if (leads) end_unit(p, kTakesUnits ? shared.index : index_of(last), units, shared.units[last % kUnits], shared);
+    if (kTakesUnits && leads && taken == units - 1) *p.taken = 0;  // all have been: the next launch begins again
   }
   if (kStoresPieces) tma_wait_for_stores();  // shared memory is this block's until it is read
 }

@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(kPlanStateBatchThreads) plan_state_
     for (; lanes != 0; lanes &= lanes - 1)
       if (const int r = first + lowest_bit(lanes); r < p.num_reqs) leave_out_sharers(p, r);
   }
-  if (threadIdx.x == 0) *p.counts = {falls || p.num_reqs == 0 ? 0 : min(p.starts[p.num_reqs], p.max_tokens), p.num_reqs, {}};
+  if (threadIdx.x == 0) *p.counts = {falls || p.num_reqs == 0 ? 0 : min(p.starts[p.num_reqs], p.max_tokens), p.num_reqs, 0, 0};
 }
 
 }  // namespace imbrex::cuda

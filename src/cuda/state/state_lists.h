@@ -40,6 +40,7 @@ class StateLists {
   const StateRequest* requests() const { return memory_->device(requests_); }                  // [num_reqs + 1]
   int* parent_rows() const { return drafts_.tree ? memory_->device(parent_rows_) : nullptr; }  // [max_num_tokens]; null: no trees
   const StateCounts* counts() const { return memory_->device(counts_); }
+  int* taken() const { return &memory_->device(counts_)->taken; }
   int* broken() const { return broken_ != nullptr ? broken_->last_requests() : nullptr; }  // null: nobody asks
   // Copies end before a kernel behind them begins; a kernel that made the lists may not have ended.
   bool are_there() const { return plan_module_ == nullptr; }
@@ -47,7 +48,7 @@ class StateLists {
   void captured(int64_t num_slots) const { captured_slots_ = std::min(captured_slots_, num_slots); }
 
   static StateCounts counts_of(const StateStep& step) {
-    return {.num_tokens = step.num_tokens, .num_reqs = int(step.requests.size()), .padding = {}};
+    return {.num_tokens = step.num_tokens, .num_reqs = int(step.requests.size()), .taken = 0, .padding = 0};
   }
 
  private:

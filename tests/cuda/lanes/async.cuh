@@ -214,7 +214,8 @@ inline void tma_store(const TensorMap& map, u32 from, int x, int y, int z) {
   lanes::block.late_copies ? lanes::block.fiber().open_stores.push_back(store) : store();
 }
 inline void bulk_store(void* to, u32 from, u32 bytes) {
-  if (from % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0) lanes::fail("a bulk store that is not of whole units");
+  if (from % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0)
+    lanes::fail("a bulk store that is not of whole units");
   lanes::shared_at(from + bytes - 16, 16);
   const auto store = [to, source = lanes::shared_at(from, 16), bytes] { std::memcpy(to, source, bytes); };
   if (lanes::block.late_copies) {
