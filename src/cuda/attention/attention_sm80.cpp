@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <span>
+#include <tuple>
 
 #include "attention/kv_codec.h"
 #include "attention/shared_keys.h"
@@ -142,6 +143,14 @@ std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const 
   }
   if (tiles) tiles->may_share = regime == gpu::kDecode && tiles->key_warps > 1 && shares_items(spec, tiles->rows);
   return tiles;
+}
+
+std::optional<AttentionTiles> attention_sm80_sharing_tiles(std::string_view arch, const AttentionSpec& spec) {
+  const auto usual = attention_sm80_tiles(arch, spec, gpu::kDecode);
+  if (!usual || usual->may_share) return usual;
+  const auto larger = attention_sm80_tiles(arch, spec, gpu::kDecode, 2 * usual->rows);
+  const auto shape = [](const AttentionTiles& tiles) { return std::tuple(tiles.keys, tiles.key_warps, tiles.dim_warps); };
+  return larger && larger->may_share && shape(*larger) == shape(*usual) ? larger : std::nullopt;
 }
 
 bool shares_items(const AttentionSpec& spec, int rows) {

@@ -352,6 +352,31 @@ TEST_P(LanesThatShare, ItemsOfSeveralRequestsHaveTheBitsOfEach) {
     }
 }
 
+// Larger tiles, in which tokens of many q heads share items, give the bits of those that have room for one token.
+TEST(LanesThatShareManyHeads, HaveTheBitsOfTilesOfOneToken) {
+  const std::vector<Variant> all = variants();
+  const auto named = [&](std::string_view name) -> const Variant& { return *std::ranges::find(all, name, &Variant::name); };
+  for (const auto& [larger, usual] :
+       {std::pair{&named("shared_heads"), &named("heads")}, {&named("tma_shared_heads"), &named("tma_heads")}}) {
+    if (is_left_out(*larger)) continue;
+    EXPECT_TRUE(larger->tiles().may_share && !usual->tiles().may_share);
+    Case c = larger->c;
+    for (const ValuePattern values : {ValuePattern::plain, ValuePattern::rising}) {
+      c.values = values;
+      c.requests = {{1, 570, 0}, {1, 575, 0}, {1, 290, 1}, {0, 0, 2}, {1, 40, 2}};
+      const CaseInputs in = make_inputs(c);
+      const auto run = [&](const Variant& v, const How& how) {
+        return run_case(LanesBackend(v, how), probe_cpu(), in, default_options(c));
+      };
+      for (const How& how : {How{}, How{.split = 1, .workers = 1 << 10}}) {
+        const RunResult a = run(*larger, how), b = run(*usual, how);
+        EXPECT_TRUE(bit_identical(a.out, b.out)) << larger->name;
+        EXPECT_TRUE(bit_identical(a.lse, b.lse)) << larger->name;
+      }
+    }
+  }
+}
+
 // No bit of a result depends on when copies happen, which warp runs first, how many blocks share the work, where pages lie, or what is in
 // other memory.
 // Nor on whether a custom mask has bytes or bits.

@@ -156,6 +156,12 @@ inline std::vector<Variant> variants() {
   add_decode("elements", 16, spec(DType::bf16, DType::bf16, 128, 128, 4, 16), Text::decode_without_maps).order = "lbhdt";
   add_decode("element_bytes", 16, spec(DType::fp8_e4m3, DType::fp8_e4m3, 72, 200, 3, 0), Text::decode_without_maps).out_dtype = DType::f16;
 
+  // Tokens of more q heads than half of a usual tile, in the larger one in which requests share items, and in the usual one.
+  add("shared_heads", "sm_90a", gpu::kDecode, 32, spec(DType::bf16, DType::bf16, 128, 128, 12, 16)).spec.score.sinks = true;
+  add("heads", "sm_90a", gpu::kDecode, 1, all.back().c.spec);
+  add_decode("tma_shared_heads", 32, spec(DType::bf16, DType::fp8_e4m3, 128, 128, 16, 16)).scale_per_head = true;
+  add_decode("tma_heads", 16, all.back().c.spec).scale_per_head = true;
+
   // attention_sm90_verify.cu: two crews, one whose warpgroups share rows, or dims; pieces of three levels of their tree.
   const auto add_verify = [&](const char* name, AttentionSpec s, std::vector<CaseRequest> requests, Text text = Text::verify) -> Case& {
     Case& c = add(name, "sm_90a", gpu::kDecode, 1, s);
