@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <span>
-#include <tuple>
 
 #include "attention/kv_codec.h"
 #include "attention/shared_keys.h"
@@ -148,9 +147,12 @@ std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const 
 std::optional<AttentionTiles> attention_sm80_sharing_tiles(std::string_view arch, const AttentionSpec& spec) {
   const auto usual = attention_sm80_tiles(arch, spec, gpu::kDecode);
   if (!usual || usual->may_share) return usual;
-  const auto larger = attention_sm80_tiles(arch, spec, gpu::kDecode, 2 * usual->rows);
-  const auto shape = [](const AttentionTiles& tiles) { return std::tuple(tiles.keys, tiles.key_warps, tiles.dim_warps); };
-  return larger && larger->may_share && shape(*larger) == shape(*usual) ? larger : std::nullopt;
+  // Twice the warps for twice the rows: of each row they compute what those of the usual tile do.
+  AttentionTiles larger = *usual;
+  larger.rows *= 2, larger.item_rows *= 2, larger.row_warps *= 2, larger.blocks = 1;
+  larger.may_share = larger.key_warps > 1 && larger.row_warps <= 2 && shares_items(spec, larger.rows);
+  while (larger.stages > 1 && !fits(shared_memory_of(arch), spec, larger)) --larger.stages;
+  return larger.may_share && fits(shared_memory_of(arch), spec, larger) ? std::optional(larger) : std::nullopt;
 }
 
 bool shares_items(const AttentionSpec& spec, int rows) {

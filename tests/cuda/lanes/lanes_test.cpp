@@ -345,7 +345,9 @@ TEST_P(LanesThatShare, ItemsOfSeveralRequestsHaveTheBitsOfEach) {
                     .share = true,
                     .workers = workers};
       const RunResult together = run(how, true);
-      EXPECT_GE(LanesPlan::shared_items, workers == 2 ? 1 : 4) << workers;
+      // Two workers take runs, which end within what few tokens read together only where that is worthwhile.
+      const bool few = GetParam().tiles().rows / c.spec.group_size() < 3;
+      EXPECT_GE(LanesPlan::shared_items, workers > 2 ? 4 : few ? 0 : 1) << workers;
       EXPECT_TRUE(together.violations.empty());
       EXPECT_TRUE(bit_identical(apart.out, together.out)) << workers;
       EXPECT_TRUE(bit_identical(apart.lse, together.lse)) << workers;
