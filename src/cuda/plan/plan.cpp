@@ -194,6 +194,7 @@ void Plan::lay_out() {
         items == 0 ? 0 : std::min(checked_mul("plan.scratch", items, blocks_of(limits.max_seq_len, s.policy.tile_kv)), kMaxStretches));
   }
   arrays_.positions = layout.add<int>(spec_.mask.positions || spec_.mask.tree ? tokens : 0);
+  arrays_.shared_positions = layout.add<int>(may_share_ && spec_.mask.positions ? kMostSharedTokens : 0);
   arrays_.tree_first = layout.add<int>(spec_.mask.tree ? tokens : 0);
   arrays_.tree_seen = layout.add<unsigned long>(spec_.mask.tree ? tokens : 0);
   arrays_.mask_tensors = layout.add<ExpressionTensorData>(spec_.mask_mod.empty() ? 0 : int64_t(spec_.mask_mod.tensors().size()));

@@ -225,6 +225,8 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
   }
   put_trees(batch);
   if (spec_.mask.positions) std::copy_n(batch.positions.data(), step.num_tokens, m.put(arrays_.positions, size_t(step.num_tokens)));
+  const size_t shared_positions = arrays_.shared_positions.capacity;
+  if (shared_positions > 0) std::fill_n(m.put(arrays_.shared_positions, shared_positions), shared_positions, kMostPosition);
   const size_t mask_tensors = arrays_.mask_tensors.capacity;
   if (mask_tensors > 0)
     place_mask_tensors(spec_, batch.mask_tensors, m.device(arrays_.mask_elements), m.put(arrays_.mask_tensors, mask_tensors));

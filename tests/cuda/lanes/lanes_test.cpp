@@ -108,6 +108,8 @@ class LanesPlan final : public AttentionPlan {
     cuda::write_merges(schedule_, merges.data());
     cuda::write_shared_tokens(schedule_.details, shared_tokens.data());
     p.work = work.data(), p.merges = merges.data(), p.counts = &counts;
+    const std::vector<int> shared_positions(cuda::kMostSharedTokens, kMostPosition);
+    p.shared_positions = shared_positions.data();
     p.shared_tokens = shared_tokens.data(), p.merge_parts = schedule_.details.parts.data();
     p.merge_lists[1] = {p.merges, p.counts, 16};
     int next_task = 0;

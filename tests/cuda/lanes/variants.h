@@ -357,6 +357,8 @@ inline std::vector<Variant> variants() {
   positions.requests = {{4, 140, 0}, {1, 300, 1}, {7, 90, 2}, {0, 0, 3}, {16, 16, 4}};
   positions.spec.mask.window_left = 60, positions.spec.mask.positions = true, positions.positions = PositionPattern::zigzag;
   positions.spec.score.alibi = true;
+  Case& shared = add("shared_positions", "sm_90a", gpu::kDecode, 1, spec(DType::bf16, DType::bf16, 64, 64, 4, 16));
+  shared.spec.mask.positions = true, shared.positions = PositionPattern::zigzag;
   Case& spans = add("positions_prefill", "sm_90a", gpu::kPrefill, 1, spec(DType::bf16, DType::bf16, 128, 128, 2, 16));
   spans.spec.mask.chunk = 40, spans.spec.mask.positions = true, spans.positions = PositionPattern::spans;
   Case& branches = add("positions_tree", "sm_120", gpu::kPrefill, 1, spec(DType::f32, DType::f32, 64, 64, 1, 0));
