@@ -38,6 +38,10 @@ KvFormat kv_format_of(const std::string& name) {
   return *format;
 }
 
+Expression expression_of(const json& j, const char* field) {
+  return j.contains(field) ? parse_expression(j.at(field).get<std::string>()) : Expression();
+}
+
 AttentionSpec spec_of(const json& j) {
   AttentionSpec spec{.num_q_heads = j.at("q_heads"), .num_kv_heads = j.at("kv_heads")};
   spec.head_dim_qk = j.at("head_dim");
@@ -52,6 +56,8 @@ AttentionSpec spec_of(const json& j) {
   spec.mask.custom = j.value("custom_mask", false);
   spec.score.soft_cap = j.value("soft_cap", 0.f);
   spec.score.sinks = j.value("sinks", false);
+  spec.score_mod = expression_of(j, "score_mod");
+  spec.mask_mod = expression_of(j, "mask_mod");
   return spec;
 }
 
@@ -67,6 +73,7 @@ struct Planned {
   AttentionOutputs out;
   void* sinks = nullptr;
   TensorView custom_mask;
+  std::vector<NamedTensor> mask_tensors, score_tensors;
 };
 
 Planned* make_plan(const json& j) {
@@ -102,7 +109,16 @@ void update(Planned& p, int num_reqs, const int32_t* query_start, const int32_t*
     p.batch.kv_start_loc = TensorView::contiguous(p.key_start.data(), DType::i32, {num_reqs + 1});
   }
   p.batch.custom_mask = p.custom_mask;
+  p.batch.mask_tensors = p.mask_tensors;
   p.plan->update(p.batch, stream);
+}
+
+void add_tensor(Planned& p, bool of_mask, const char* name, void* data, const char* dtype, std::span<const int64_t> sizes) {
+  TensorView view{.data = data, .dtype = parse_dtype(dtype), .device = of_mask ? Device{} : p.device, .rank = int(sizes.size())};
+  check(sizes.size() <= std::size(view.sizes), "bench.tensor", "expected at most {} dims, got {}", std::size(view.sizes), sizes.size());
+  int64_t elements = 1;
+  for (int d = view.rank - 1; d >= 0; --d) view.sizes[d] = sizes[size_t(d)], view.strides[d] = elements, elements *= view.sizes[d];
+  (of_mask ? p.mask_tensors : p.score_tensors).push_back({name, view});
 }
 
 // Pages (or rows of ragged keys) lie `stride` elements apart and are contiguous inside.
@@ -123,6 +139,7 @@ void run(Planned& p, void* q, void* k, void* v, int64_t count, int64_t stride, v
   p.in = {.q = rows(q, p.spec.q_dtype, p.spec.head_dim_qk), .kv = {.k = pages(p, k, count, stride)}};
   if (v != nullptr) p.in.kv.v = pages(p, v, count, stride);
   if (p.spec.score.sinks) p.in.sinks = TensorView::contiguous(p.sinks, DType::f32, {p.spec.num_q_heads}, p.device);
+  p.in.score_tensors = p.score_tensors;
   p.out = {.out = rows(out, p.spec.out_dtypes().front(), p.spec.head_dim_v)};
   p.plan->run(p.in, p.out, stream);
 }
@@ -196,6 +213,12 @@ void imbrex_bench_sinks(void* plan, void* sinks) { static_cast<Planned*>(plan)->
 void imbrex_bench_custom_mask(void* plan, void* mask, int64_t bytes) {
   auto& p = *static_cast<Planned*>(plan);
   p.custom_mask = imbrex::TensorView::contiguous(mask, imbrex::DType::u8, {bytes}, p.device);
+}
+
+// Adds a tensor that the layer's mask_mod reads (of_mask 1; on the host, for the updates that follow) or its score_mod (0; on the plan's
+// device, for the runs that follow).
+int imbrex_bench_tensor(void* plan, int of_mask, const char* name, void* data, const char* dtype, int rank, const int64_t* sizes) {
+  return guarded(-1, [&] { return add_tensor(*static_cast<Planned*>(plan), of_mask != 0, name, data, dtype, {sizes, size_t(rank)}), 0; });
 }
 
 // q, out: [tokens, q heads, dims], contiguous. k, v: `count` pages, `stride` elements apart; v null: a part of the keys.

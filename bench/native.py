@@ -29,6 +29,7 @@ class Native:
             ("run", c_int, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
             ("sinks", None, [c_void_p, c_void_p]),
             ("custom_mask", None, [c_void_p, c_void_p, c_int64]),
+            ("tensor", c_int, [c_void_p, c_int, c_char_p, c_void_p, c_char_p, c_int, POINTER(c_int64)]),
             ("host_us", c_double, [c_void_p, c_int, c_int, c_void_p]),
             ("compile", c_int, [c_char_p]),
         ):
@@ -71,6 +72,10 @@ class Plan:
     def set_custom_mask(self, mask: int, count: int) -> None:
         """Sets the custom mask of the updates that follow: so many bytes."""
         self.native.custom_mask(self.handle, mask, count)
+
+    def add_tensor(self, of_mask: bool, name: str, data: int, dtype: str, sizes: tuple[int, ...]) -> None:
+        """A contiguous tensor that the mask_mod reads, which lies on the host, or the score_mod, on the plan's device."""
+        self.native.checked(self.native.tensor(self.handle, int(of_mask), name.encode(), data, dtype.encode(), len(sizes), (c_int64 * len(sizes))(*sizes)))
 
     def host_us(self, of_update: bool, calls: int, stream: int = 0) -> float:
         return self.native.checked(self.native.host_us(self.handle, int(of_update), calls, stream))

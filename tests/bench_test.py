@@ -195,6 +195,20 @@ class Bridge(unittest.TestCase):
             # Rows 4 to 9: four of 2.0 and two of 1.0, of which the first query does not see the last. 1.8 and 1.667.
             self.assertEqual(self.attend(plan, (ctypes.c_int32 * 2)(4, 10), 2, 12, 32), [0x3FE6] * 64 + [0x3FD5] * 64)
 
+    def test_expressions_and_their_tensors(self):
+        rows, mask = (ctypes.c_int32 * 2)(4, 10), "int hidden[,]; kv <= q & kv != hidden[batch, q]"
+        with self.plan(page=0, causal=False, mask_mod=mask, score_mod="float bias[]; score + bias[kv]") as plan:
+            # Without its key 5, of 1.0, the last query has one of 1.0 left. Then a bias hides keys 0 and 1, of 2.0, from both.
+            hidden, bias = (ctypes.c_int32 * 6)(-1, -1, -1, -1, -1, 5), (ctypes.c_float * 6)()
+            plan.add_tensor(True, "hidden", ctypes.addressof(hidden), "i32", (1, 6))
+            plan.add_tensor(False, "bias", ctypes.addressof(bias), "f32", (6,))
+            self.assertEqual(self.attend(plan, rows, 2, 12, 32), [0x3FE6] * 128)
+            bias[0] = bias[1] = -float("inf")
+            self.assertEqual(self.attend(plan, rows, 2, 12, 32), [0x3FD5] * 128)
+            with self.assertRaises(NativeError) as raised:
+                plan.add_tensor(True, "deep", ctypes.addressof(hidden), "i32", (1,) * 6)
+            self.assertEqual(raised.exception.code, "bench.tensor")
+
     def test_errors_have_codes(self):
         for code, make in (
             ("spec.num_kv_heads.divides", lambda: self.plan(kv_heads=3)),

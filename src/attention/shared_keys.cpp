@@ -149,13 +149,14 @@ class Sharing {
 }  // namespace
 
 int first_position(const Batch& batch, const WorkItem& item) {
+  if (!batch.positions.empty()) return std::ranges::min(batch.positions.subspan(size_t(item.q_begin), size_t(num_queries(item))));
   return batch.seq_lens[item.table] - batch.query_len(item.table) + item.q_begin - batch.query_start_loc[item.table];
 }
 
 bool is_position_free(const AttentionSpec& spec) {
   const Mask& mask = spec.mask;
-  return mask.window_left < 0 && mask.window_right < 0 && mask.chunk == 0 && !mask.custom && !mask.positions && !mask.tree &&
-         !spec.score.alibi && spec.score.relative_buckets == 0;
+  return mask.window_left < 0 && mask.window_right < 0 && mask.chunk == 0 && !mask.custom && !mask.tree && !spec.score.alibi &&
+         spec.score.relative_buckets == 0;
 }
 
 void share_keys(const Batch& batch, const KeySource& keys, const SharePolicy& policy, Schedule& schedule, ShareScratch& scratch) {

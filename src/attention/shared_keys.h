@@ -26,7 +26,7 @@ struct SharePolicy {
 bool is_position_free(const AttentionSpec&);
 
 inline int num_queries(const WorkItem& item) { return item.q_end - item.q_begin; }
-// The position of an item's first query among the keys of its request, where the batch gives none.
+// The least position that an item's queries have among the keys of their request.
 int first_position(const Batch&, const WorkItem&);
 
 // What share_keys() and shorten_runs() keep between their calls, so that a warm one allocates nothing.

@@ -45,8 +45,7 @@ RegimeKernel sm80_kernel(const std::optional<AttentionTiles>& tiles) {
   return {.entry = "attention_sm80",
           .tile = {.rows = tiles->item_rows, .keys = tiles->keys},
           .threads = unsigned(tiles->threads()),
-          .joins_pieces = tiles->key_warps > 1 || tiles->whole_items,
-          .may_share = tiles->may_share};
+          .joins_pieces = tiles->key_warps > 1 || tiles->whole_items};
 }
 
 RegimeKernel sm80_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
@@ -55,6 +54,14 @@ RegimeKernel sm80_kernel(std::string_view arch, const AttentionSpec& spec, Regim
 
 KernelKey sm80_attention(std::string_view arch, const AttentionSpec& spec, Regime regime, DType out) {
   return attention_sm80_key(arch, spec, out, *sm80_tiles(arch, spec, regime));
+}
+
+RegimeKernel sm80_sharing_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
+  return regime == kDecode ? sm80_kernel(attention_sm80_sharing_tiles(arch, spec)) : RegimeKernel{};
+}
+
+KernelKey sm80_sharing_attention(std::string_view arch, const AttentionSpec& spec, Regime, DType out) {
+  return sharing(attention_sm80_key(arch, spec, out, *attention_sm80_sharing_tiles(arch, spec)));
 }
 
 // cuda_sm90 runs each regime with a kernel of its own where that takes the layer, and as cuda_sm80 does where not.
@@ -115,6 +122,22 @@ Tile latent_tile(const Tiles& tiles, int cluster = 1) {
           .split_cost = tiles.split_cost};
 }
 
+// What widens or copies rows is no faster alone.
+bool shares_pace(const AttentionSpec& spec) { return !is_fp8(spec.kv_dtype) && !has_small_pages(spec); }
+
+RegimeKernel sm90_decode_kernel(const AttentionSpec& spec, const AttentionTiles& tiles) {
+  return {.entry = "attention_sm90_decode",
+          .tile = {.rows = tiles.rows,
+                   .keys = tiles.keys,
+                   .runs = spec.mask_mod.empty(),  // an item has stretches or pieces
+                   .most_in_run = attention_sm90_decode_most_in_run(spec, tiles),
+                   .blocks = tiles.blocks,
+                   .blocks_each = shares_pace(spec) ? tiles.blocks : 1},
+          .threads = attention_sm90_decode_threads(tiles),
+          .maps = attention_sm90_decode_maps,
+          .joins_pieces = true};
+}
+
 RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   if (arch != "sm_90a") return {};
   if (const auto tiles = attention_sm90_latent_decode_tiles(arch, spec, regime)) {
@@ -140,7 +163,6 @@ RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regim
             .run_sums = attention_sm90_latent_run_sums(spec),
             .maps = attention_sm90_latent_maps};
   }
-  const bool shares_pace = !is_fp8(spec.kv_dtype) && !has_small_pages(spec);  // what widens or copies rows is no faster alone
   if (regime == kPrefill && has_sm90_prefill(spec)) {
     const Sm90Prefill& kernel = sm90_prefill(spec);
     const Sm90Tiles tiles = kernel.tiles(spec);
@@ -165,26 +187,14 @@ RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regim
                      .keys = tiles->keys,
                      .runs = true,
                      .blocks = tiles->crews,
-                     .blocks_each = shares_pace ? tiles->crews : 1,
+                     .blocks_each = shares_pace(spec) ? tiles->crews : 1,
                      .tiles_each = tiles->each,
                      .merged = true},
             .threads = tiles->threads,
             .run_sums = attention_sm90_verify_run_sums(spec),
             .maps = attention_sm90_verify_maps};
   }
-  if (const auto tiles = sm90_decode_tiles(arch, spec, regime)) {
-    return {.entry = "attention_sm90_decode",
-            .tile = {.rows = tiles->rows,
-                     .keys = tiles->keys,
-                     .runs = spec.mask_mod.empty(),  // an item has stretches or pieces
-                     .most_in_run = attention_sm90_decode_most_in_run(spec, *tiles),
-                     .blocks = tiles->blocks,
-                     .blocks_each = shares_pace ? tiles->blocks : 1},
-            .threads = attention_sm90_decode_threads(*tiles),
-            .maps = attention_sm90_decode_maps,
-            .joins_pieces = true,
-            .may_share = tiles->may_share};
-  }
+  if (const auto tiles = sm90_decode_tiles(arch, spec, regime)) return sm90_decode_kernel(spec, *tiles);
   return sm80_kernel(arch, spec, regime);
 }
 
@@ -226,6 +236,29 @@ KernelKey mapless_attention(std::string_view arch, const AttentionSpec& spec, Re
   if (takes_mapless_prefill(spec, regime)) return attention_sm80_key(arch, spec, out, mapless_prefill_tiles(arch, spec));
   if (const auto tiles = sm90_verify_tiles(arch, spec, regime)) return attention_sm90_verify_key(arch, spec, out, *tiles, false);
   return attention_sm90_decode_key(arch, spec, out, *sm90_decode_tiles(arch, spec, regime), false);
+}
+
+// Items that several requests share: in the kernel of decode, or as cuda_sm80 has them where decode is left to that.
+std::optional<AttentionTiles> sm90_sharing_tiles(std::string_view arch, const AttentionSpec& spec) {
+  const char* const entry = sm90_kernel(arch, spec, kDecode).entry;
+  const bool own = entry != nullptr && std::string_view(entry) == "attention_sm90_decode";
+  return own ? attention_sm90_decode_sharing_tiles(arch, spec) : std::nullopt;
+}
+
+RegimeKernel sm90_sharing_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
+  if (regime != kDecode) return {};
+  if (const auto tiles = sm90_sharing_tiles(arch, spec)) return sm90_decode_kernel(spec, *tiles);
+  const char* const entry = sm90_kernel(arch, spec, kDecode).entry;
+  return entry != nullptr && std::string_view(entry) == "attention_sm80" ? sm80_sharing_kernel(arch, spec, kDecode) : RegimeKernel{};
+}
+
+KernelKey sm90_sharing_attention(std::string_view arch, const AttentionSpec& spec, Regime regime, DType out) {
+  if (const auto tiles = sm90_sharing_tiles(arch, spec)) return sharing(attention_sm90_decode_key(arch, spec, out, *tiles, true));
+  return sm80_sharing_attention(arch, spec, regime, out);
+}
+
+KernelKey mapless_sharing_attention(std::string_view arch, const AttentionSpec& spec, Regime, DType out) {
+  return sharing(attention_sm90_decode_key(arch, spec, out, *sm90_sharing_tiles(arch, spec), false));
 }
 
 // Over flat keys: prefill alone, and the same items too.
@@ -301,12 +334,21 @@ std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) 
 
 }  // namespace
 
-const AttentionKernels kernels_sm80{"cuda_sm80", sm80_kernel, sm80_attention, merge_key, nullptr, nullptr, nullptr, sm80_reads};
-const AttentionKernels kernels_mapless{"cuda_sm90", mapless_kernel, mapless_attention, merge_key, nullptr, nullptr, nullptr, nullptr};
-const AttentionKernels kernels_flat{"cuda_sm90", flat_kernel, flat_attention, merge_key, nullptr, nullptr, nullptr, nullptr};
-const AttentionKernels kernels_few_tasks{"cuda_sm90", few_tasks_kernel, few_tasks_attention, merge_key, nullptr, nullptr, nullptr, nullptr};
-const AttentionKernels kernels_sm90{"cuda_sm90",      sm90_kernel,   sm90_attention,     merge_key,
-                                    &kernels_mapless, &kernels_flat, &kernels_few_tasks, sm90_reads};
+const AttentionKernels kernels_sm80_sharing{
+    "cuda_sm80", sm80_sharing_kernel, sm80_sharing_attention, merge_key, nullptr, nullptr, nullptr, nullptr, nullptr};
+const AttentionKernels kernels_sm80{"cuda_sm80", sm80_kernel, sm80_attention,        merge_key, nullptr,
+                                    nullptr,     nullptr,     &kernels_sm80_sharing, sm80_reads};
+const AttentionKernels kernels_mapless{"cuda_sm90", mapless_kernel, mapless_attention, merge_key, nullptr,
+                                       nullptr,     nullptr,        nullptr,           nullptr};
+const AttentionKernels kernels_mapless_sharing{
+    "cuda_sm90", sm90_sharing_kernel, mapless_sharing_attention, merge_key, nullptr, nullptr, nullptr, nullptr, nullptr};
+const AttentionKernels kernels_sm90_sharing{
+    "cuda_sm90", sm90_sharing_kernel, sm90_sharing_attention, merge_key, &kernels_mapless_sharing, nullptr, nullptr, nullptr, nullptr};
+const AttentionKernels kernels_flat{"cuda_sm90", flat_kernel, flat_attention, merge_key, nullptr, nullptr, nullptr, nullptr, nullptr};
+const AttentionKernels kernels_few_tasks{"cuda_sm90", few_tasks_kernel, few_tasks_attention, merge_key, nullptr, nullptr, nullptr,
+                                         nullptr,     nullptr};
+const AttentionKernels kernels_sm90{"cuda_sm90",   sm90_kernel,        sm90_attention,        merge_key, &kernels_mapless,
+                                    &kernels_flat, &kernels_few_tasks, &kernels_sm90_sharing, sm90_reads};
 
 bool reads(const AttentionKernels& kernels, const AttentionSpec& spec) {
   return codec_of(spec).strided || (kernels.reads_format != nullptr && kernels.reads_format(spec.kv_format));

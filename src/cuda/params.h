@@ -206,6 +206,7 @@ constexpr int latent_decode_node_floats(int head_dim_v, int rows) { return (head
 struct SharedToken {
   int token, merge;
 };
+constexpr int kMostSharedTokens = 32;  // of an item
 
 constexpr int kMostScoreTensors = 4;  // that a score_mod reads
 
@@ -265,6 +266,7 @@ struct AttentionParams {
   // one: its q_begin and q_end count in shared_tokens, those of one merge beside each other. A merge whose first_partial is ~n begins its
   // parts in the rows merge_parts[n], merge_parts[n + 1] and so on.
   const SharedToken* shared_tokens;
+  const int* shared_positions;  // [kMostSharedTokens], behind every key: those of such an item's tokens, where positions are given
   const int* merge_parts;
   // [num_tokens], of trees of drafts: bit k is set where a token sees the key of its request's token k; the first key that windows and
   // chunks leave it.

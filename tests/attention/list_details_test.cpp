@@ -288,6 +288,36 @@ TEST(SharedKeys, LongRunsAreCutWhereAPromptIsCommon) {
   EXPECT_EQ(test::count_allocations(update), 0);
 }
 
+// Where positions are given, an item is shared as far as each of its queries sees all of its keys.
+TEST(SharedKeys, QueriesThatSeeFewerKeysShareNoOthers) {
+  test::Random random(17);
+  int shared_items = 0, left_out = 0;
+  ShareScratch scratch;
+  for (int round = 0; round < 200; ++round) {
+    SharedBatch b(random, random.between(2, 9), 700);
+    std::vector<int32_t> positions;
+    for (int r = 0; r < b.batch.num_reqs(); ++r)
+      for (int i = 0, last = random.between(0, b.batch.seq_lens[size_t(r)] - 1); i < b.batch.query_len(r); ++i)
+        positions.push_back(random.between(0, 1) == 0 ? last : b.batch.seq_lens[size_t(r)] - 1);
+    const SchedulePolicy policy = policy_of(random);
+    const SharePolicy share{.block_size = kBlock, .most_tokens = policy.tile_q, .seen_by_all = true};
+    Schedule plain, blind, shared;
+    for (Schedule* list : {&plain, &blind, &shared}) schedule(b.batch, {.causal = false}, policy, *list);
+    share_keys(b.batch, b.keys, share, blind, scratch);
+    b.batch.positions = positions;
+    share_keys(b.batch, b.keys, share, shared, scratch);
+    expect_same_work(b, plain, shared);
+    left_out += int(shared.work.size() > blind.work.size());
+    for (const WorkItem& item : shared.work) {
+      if (shared.details.tokens.empty() || item.q_begin < b.batch.num_tokens()) continue;
+      ++shared_items;
+      for (int i = item.q_begin; i < item.q_end; ++i) ASSERT_GE(positions[size_t(shared.details.tokens[size_t(i)])], item.kv_end - 1);
+    }
+  }
+  EXPECT_GT(shared_items, 50);
+  EXPECT_GT(left_out, 50);
+}
+
 TEST(MaskStretches, HiddenTilesAreLeftOutAndNoOthers) {
   test::Random random(7);
   int hidden_tiles = 0, shown_tiles = 0, plain_items = 0;

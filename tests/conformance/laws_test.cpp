@@ -157,22 +157,32 @@ TEST_P(Laws, NeighboursAndOrderDoNotMatter) {
   }
 }
 
-// Requests that begin with the same blocks may be read together; each has the bits that it has with copies of them.
+// Requests that begin with the same blocks may be read together; each has the bits that it has with copies of them. Those of request id 0
+// have more or less in common: 600 keys, 1000, 1500 or 2048.
 TEST_P(Laws, BlocksInCommonDoNotMatter) {
   const std::vector<CaseRequest> behind_prompts{{1, 2100, 0}, {1, 2110, 0}, {2, 2105, 0}, {1, 700, 1}, {0, 0, 2},   {1, 2100, 0},
-                                                {1, 2130, 0}, {2, 705, 1},  {1, 2048, 0}, {1, 701, 1}, {40, 90, 3}, {31, 90, 3}};
+                                                {1, 2130, 0}, {2, 705, 1},  {1, 2048, 0}, {1, 701, 1}, {40, 90, 3}, {31, 90, 3},
+                                                {1, 1500, 0}, {1, 1000, 0}, {2, 1502, 0}, {1, 600, 0}};
   struct Shape {
     DType q, kv;
     int group, block_size;
+    PositionPattern positions = PositionPattern::none;
   };
-  for (const Shape& shape :
-       {Shape{DType::bf16, DType::bf16, 4, 16}, {DType::bf16, DType::fp8_e4m3, 8, 64}, {DType::f16, DType::f16, 1, 1}}) {
+  for (const Shape& shape : {Shape{DType::bf16, DType::bf16, 4, 16},
+                             {DType::bf16, DType::fp8_e4m3, 8, 64},
+                             {DType::f16, DType::f16, 1, 1},
+                             {DType::bf16, DType::bf16, 12, 16},
+                             {DType::bf16, DType::fp8_e4m3, 16, 32},
+                             {DType::bf16, DType::bf16, 4, 16, PositionPattern::zigzag},
+                             {DType::bf16, DType::bf16, 12, 16, PositionPattern::spans}}) {
     if (shape.group != 4 && GetParam().device.device.type == DeviceType::cpu) continue;  // one kernel for all of them
     std::vector<CaseRequest> requests = behind_prompts;
     if (shape.group == 4) requests.insert(requests.end(), {{1, 4200, 4}, {1, 4230, 4}});  // CPUs cut keys at multiples of 4096
     Case wanted = base_case(shape.q, shape.kv, requests);
     wanted.requests = requests;
     wanted.spec.num_q_heads = 2 * shape.group, wanted.spec.block_size = shape.block_size;
+    wanted.positions = shape.positions, wanted.spec.mask.positions = shape.positions != PositionPattern::none;
+    if (wanted.spec.mask.positions && GetParam().on_gpu() && !runs(wanted, GetParam())) continue;
     const Case c = fit(wanted);
     RunOptions apart = options(c);
     if (apart.block_size == 0) apart.block_size = 16;

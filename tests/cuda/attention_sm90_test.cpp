@@ -7,9 +7,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "cuda/driver/tensor_map.h"
 #include "cuda/plan/plan.h"
+#include "imbrex/device.h"
 
 namespace imbrex::cuda {
 namespace {
@@ -85,6 +87,32 @@ TEST(AttentionSm90, EveryKernelOfAPlanIsListed) {
   EXPECT_EQ(count("plan_tables.cu") + count("plan_batch.cu"), 2);
   EXPECT_EQ(keys.size(), 20u);
   EXPECT_TRUE(plan_kernels(kernels_sm90, "sm_100a", spec).empty());
+}
+
+// Items that requests share have two tokens or more: tiles of 32 rows where 16 have too few. Requests are cut as in plans without them,
+// since results must not depend on that.
+TEST(AttentionSm90, TokensOfManyHeadsShareLargerTiles) {
+  const DeviceInfo device = describe_device("h200");
+  for (const int group : {1, 4, 8, 9, 12, 16, 17, 32})
+    for (const DType kv : {DType::bf16, DType::fp8_e4m3})
+      for (const int dim : {64, 128, 256}) {
+        const AttentionSpec spec = spec_of(DType::bf16, kv, dim, dim, group, 16);
+        PlanOptions options{.limits = {.max_num_reqs = 64, .max_num_tokens = 64}};
+        const PlanOutline apart = outline(kernels_sm90, spec, device, options);
+        options.limits.shared_prompts = true;
+        const PlanOutline shared = outline(kernels_sm90, spec, device, options);
+        EXPECT_FALSE(apart.may_share);
+        EXPECT_EQ(shared.may_share, group <= 16) << spec.str();
+        EXPECT_EQ(shared.regimes[kDecode].kernel.tile.rows, group > 16 ? apart.regimes[kDecode].kernel.tile.rows : group > 8 ? 32 : 16);
+        for (const Regime regime : kRegimes) {
+          const SchedulePolicy &a = apart.regimes[regime].policy, &b = shared.regimes[regime].policy;
+          const auto cuts = [](const SchedulePolicy& p) {
+            return std::tuple(p.tile_q, p.tile_kv, p.split_kv, p.split_kv_each, p.max_splits, p.max_split_rows, p.share_splits,
+                              p.longest_kv, p.min_q, p.max_q);
+          };
+          EXPECT_EQ(cuts(a), cuts(b)) << spec.str();
+        }
+      }
 }
 
 // Latents of many dims have kernels of their own, by the rows of a request; those of few dims have the kernels of other caches.

@@ -42,7 +42,10 @@ TEST_P(DeviceGraph, SharedBlocks) {
                              {4, 1, DType::bf16, DType::bf16},
                              {2, 1, DType::f16, DType::fp8_e4m3},
                              {3, 48, DType::bf16, DType::f16},
-                             {5, 16, DType::f32, DType::f32}})
+                             {5, 16, DType::f32, DType::f32},
+                             {12, 16, DType::bf16, DType::bf16},
+                             {16, 64, DType::bf16, DType::fp8_e4m3},
+                             {9, 1, DType::f16, DType::f16}})
     for (const int dim : {64, 128}) {
       AttentionSpec spec = test::graph_spec(shape.kv);
       spec.num_q_heads = 2 * shape.group, spec.block_size = shape.block_size, spec.q_dtype = shape.q;

@@ -150,13 +150,13 @@ bool CaseInputs::tree_shows(const CaseRequest& r, int64_t first, int i, int64_t 
 }
 
 // By its type and rank: ints are of requests, and of their keys, where they rise as numbers of documents do; floats are of q heads, and of
-// these and keys.
+// these, of query positions where there are three indices, and of keys.
 static HostTensor expression_tensor(const Case& c, const ExpressionTensor& wanted) {
   int64_t longest = 1;
   for (const CaseRequest& r : c.requests) longest = std::max<int64_t>(longest, r.seq_len);
   const bool real = wanted.type == ExpressionType::real;
   std::vector<int64_t> sizes{real ? int64_t(c.spec.num_q_heads) : int64_t(c.requests.size()), longest};
-  sizes.resize(size_t(std::min(wanted.rank, 2)));
+  sizes.resize(size_t(wanted.rank), longest);
   HostTensor t = HostTensor::make(real ? DType::f32 : wanted.type == ExpressionType::integer ? DType::i32 : DType::u8, sizes);
   const int64_t keys = wanted.rank == 1 ? 1 : longest;
   for (int64_t i = 0; i < t.num_elements(); ++i) {

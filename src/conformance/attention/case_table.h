@@ -1,6 +1,6 @@
 #pragma once
 // The parts that the axes of the table of cases (cases.cpp, cases_prefill.cpp, cases_variants.cpp, cases_latent.cpp,
-// cases_positions.cpp, cases_trees.cpp, cases_expressions.cpp) are made of:
+// cases_positions.cpp, cases_trees.cpp, cases_expressions.cpp, cases_masks.cpp) are made of:
 // dimensions, types, requests, and the table that they fill.
 #include <fmt/format.h>
 
@@ -74,5 +74,6 @@ void add_tree_cases(CaseTable&);        // cases_trees.cpp
 void add_expression_cases(CaseTable&);  // cases_expressions.cpp
 void add_record_cases(CaseTable&);      // cases_latent.cpp
 void add_packed_cases(CaseTable&);      // cases_variants.cpp
+void add_mask_cases(CaseTable&);        // cases_masks.cpp
 
 }  // namespace imbrex

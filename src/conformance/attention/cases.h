@@ -88,7 +88,7 @@ struct Case {
 };
 
 // At least 500, made by composing axes: shape, length, dtype, mask, page, score, long, mixed, verify, value, prefill, latent, position,
-// tree, expression, packed (first part of the name).
+// tree, expression, packed, variant (first part of the name).
 std::span<const Case> cases();
 const Case* find_case(std::string_view name);  // nullptr when there is none
 

@@ -19,7 +19,7 @@ constexpr bool kPrefill = kTileRows >= 64 && kKeyWarps == 1;  // warps share out
 constexpr int kTaskRows = kTileRows * kCluster;
 constexpr int kMostRows = kGroup > kItemRows ? kGroup : kItemRows;   // of a work item and kv head: a token at least
 constexpr int kRowBlocks = (kMostRows + kTaskRows - 1) / kTaskRows;  // and tasks
-static_assert(!kShares || (kRowBlocks == 1 && !kPositions && !kTree && !kWholeItems));
+static_assert(!kShares || (kRowBlocks == 1 && kMostRows / kGroup <= kMostSharedTokens && !kTree && !kWholeItems));
 
 struct KeyRange {
   int lo, hi;  // keys [lo, hi); empty when lo >= hi
@@ -54,12 +54,14 @@ template <bool given>
 struct PositionOf {
   using Type = int;
   DEVICE static int token(const AttentionParams&, int, int usual) { return usual; }
+  DEVICE static int behind(const AttentionParams&, int last_key) { return last_key; }
   DEVICE static int number(int position) { return position; }
 };
 template <>
 struct PositionOf<true> {
   using Type = const int*;
   DEVICE static const int* token(const AttentionParams& p, int token, int) { return p.positions + token; }
+  DEVICE static const int* behind(const AttentionParams& p, int) { return p.shared_positions; }
   DEVICE static int number(const int* position) { return __ldg(position); }
 };
 constexpr bool kGivenPositions = kPositions || kTree;
@@ -208,8 +210,8 @@ DEVICE Item item_of(const AttentionParams& p, int task) {
   item.seq_len = p.seq_lens[work.table];
   item.query_index = work.q_begin - first_query;
   // Each query of a shared item sees all of its keys, as one at the last of them does.
-  const int usual = item.is_shared() ? work.kv_end - 1 : item.seq_len - q_len + item.query_index;
-  item.position = Position::token(p, work.q_begin, usual);
+  item.position =
+      item.is_shared() ? Position::behind(p, work.kv_end - 1) : Position::token(p, work.q_begin, item.seq_len - q_len + item.query_index);
   item.set_tree(item.seq_len - q_len, item.query_index, q_len);
   item.set_all_first(-kFar);
   item.first_block = p.block_start[work.table];

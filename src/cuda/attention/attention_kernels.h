@@ -34,7 +34,6 @@ struct RegimeKernel {
   MakeMaps* maps = nullptr;  // of the maps that the entry takes behind AttentionParams; null: it takes none
   // Whether the kernel merges the pieces of an item itself, or leaves no partial results.
   bool joins_pieces = false;
-  bool may_share = false;  // whether it has a variant for items that several requests share: sharing()
 };
 
 // The kernels of one backend, in which its plans differ from those of others.
@@ -46,13 +45,16 @@ struct AttentionKernels {
   // Other tables that run items which were cut for the tiles of this one: for tensors without maps, over flat keys (flat_kv.h), and in
   // launches of few tasks, with the same bits. Null: no regime takes maps; keys are never made flat; all launches are of one kernel.
   const AttentionKernels *without_maps, *flat, *few_tasks;
+  // Of decode alone: kernels that take items which several requests share beside all others, with the same bits and as many rows as two
+  // tokens have or more. Null, or no entry: there are none.
+  const AttentionKernels* sharing;
   bool (*reads_format)(KvFormat);  // whether the kernels read a format that is not strided; null: none
 };
 
 // Whether the kernels read the format of a spec's cache.
 bool reads(const AttentionKernels&, const AttentionSpec&);
 
-// The variant of a kernel that takes items which several requests share beside all others: AttentionParams::shared_tokens.
+// The variant of a kernel that takes items which several requests share: AttentionParams::shared_tokens.
 KernelKey sharing(KernelKey);
 
 extern const AttentionKernels kernels_sm80, kernels_sm90;  // backend.cpp

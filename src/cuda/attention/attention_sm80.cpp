@@ -144,6 +144,17 @@ std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const 
   return tiles;
 }
 
+std::optional<AttentionTiles> attention_sm80_sharing_tiles(std::string_view arch, const AttentionSpec& spec) {
+  const auto usual = attention_sm80_tiles(arch, spec, gpu::kDecode);
+  if (!usual || usual->may_share) return usual;
+  // Twice the warps for twice the rows: of each row they compute what those of the usual tile do.
+  AttentionTiles larger = *usual;
+  larger.rows *= 2, larger.item_rows *= 2, larger.row_warps *= 2, larger.blocks = 1;
+  larger.may_share = larger.key_warps > 1 && larger.row_warps <= 2 && shares_items(spec, larger.rows);
+  while (larger.stages > 1 && !fits(shared_memory_of(arch), spec, larger)) --larger.stages;
+  return larger.may_share && fits(shared_memory_of(arch), spec, larger) ? std::optional(larger) : std::nullopt;
+}
+
 bool shares_items(const AttentionSpec& spec, int rows) {
   return spec.block_size > 0 && 2 * spec.group_size() <= rows && is_position_free(spec) && !has_expressions(spec);
 }

@@ -29,6 +29,9 @@ std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const 
 // Whether items of decode with tiles of so many rows may have query tokens of several requests, which read the same blocks: those of a
 // layer where an item is the same for queries at any positions, and two tokens fit.
 bool shares_items(const AttentionSpec&, int rows);
+// Tiles of decode for such items: those of all others, or larger ones with the same bits where a token has too many q heads. nullopt: there
+// are none.
+std::optional<AttentionTiles> attention_sm80_sharing_tiles(std::string_view arch, const AttentionSpec&);
 
 // Shared memory of a thread block, bytes.
 int attention_sm80_smem_bytes(const AttentionSpec&, const AttentionTiles&);

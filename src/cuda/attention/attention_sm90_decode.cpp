@@ -52,9 +52,15 @@ std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch,
     const int stages = (kSm90SharedMemory / crews / kSm90SharedUnit * kSm90SharedUnit - rest) / stage;
     if (stages < (crews == 2 ? 3 : 2)) continue;
     AttentionTiles tiles{rows, keys, rows / 16, kKeyWarps, 1, std::min(stages, 6), crews};
-    tiles.may_share = rows <= 16 && shares_items(spec, rows);  // with more rows it is for verify
+    tiles.may_share = shares_items(spec, rows) && (rows <= 16 || !shares_items(spec, 16));
     return tiles;
   }
+  return std::nullopt;
+}
+
+std::optional<AttentionTiles> attention_sm90_decode_sharing_tiles(std::string_view arch, const AttentionSpec& spec) {
+  for (const int rows : {16, 32})
+    if (const auto tiles = attention_sm90_decode_tiles(arch, spec, rows); tiles && tiles->may_share) return tiles;
   return std::nullopt;
 }
 

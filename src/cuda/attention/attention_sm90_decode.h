@@ -13,6 +13,8 @@ namespace imbrex::cuda {
 // the queries' type, f16, fp8), dims to 256, groups of no more q heads than rows, and pages whose greatest common divisor with a tile's
 // keys is 8 or more.
 std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch, const AttentionSpec&, int rows);
+// As attention_sm80_sharing_tiles(): of 16 rows, or of 32 for tokens of more than 8 q heads.
+std::optional<AttentionTiles> attention_sm90_decode_sharing_tiles(std::string_view arch, const AttentionSpec&);
 // Bytes that a row of keys or values of so many dims has in a box, and from one to the next in shared memory: a line (kTensorMapLine), and
 // as many lines as it needs; or all that it has, where the last line would not be full.
 int attention_sm90_decode_width(const AttentionSpec&, int dims);

@@ -29,9 +29,10 @@ bool packs_mask(const AttentionKernels& table, std::string_view arch, const Atte
 
 // Whether the kernels of a spec, to such an extent, have the variant that shares items. What sharing adds depends on dims, not on types, so
 // that a sample has it for one pair of these.
-bool ships_sharing(const RegimeKernel& kernel, const AttentionSpec& spec, Extent extent) {
+bool ships_sharing(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Regime regime, Extent extent) {
   const bool chosen = spec.q_dtype == DType::bf16 && spec.kv_dtype == DType::bf16;
-  return kernel.may_share && (extent == Extent::all || (extent == Extent::sample && chosen));
+  return table.sharing != nullptr && table.sharing->kernel(arch, spec, regime).entry != nullptr &&
+         (extent == Extent::all || (extent == Extent::sample && chosen));
 }
 
 }  // namespace
@@ -49,9 +50,9 @@ std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_v
       if (kernel.tile.rows == 0) return {};
       add(table.attention(arch, spec, regime, out));
       if (kernel.maps != nullptr && extent != Extent::usual) add(table.without_maps->attention(arch, spec, regime, out));
-      if (ships_sharing(kernel, spec, extent)) {
-        add(sharing(table.attention(arch, spec, regime, out)));
-        if (kernel.maps != nullptr && extent == Extent::all) add(sharing(table.without_maps->attention(arch, spec, regime, out)));
+      if (ships_sharing(table, arch, spec, regime, extent)) {
+        add(table.sharing->attention(arch, spec, regime, out));
+        if (kernel.maps != nullptr && extent == Extent::all) add(table.sharing->without_maps->attention(arch, spec, regime, out));
       }
       if (has_flat(table, arch, spec, regime)) add(table.flat->attention(arch, spec, regime, out));
       if (has_few_tasks(table, arch, spec, regime)) add(table.few_tasks->attention(arch, spec, regime, out));
@@ -87,7 +88,7 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
   if (planned.step_mask_bytes > 0) step_mask_ = DeviceBuffer(context_, planned.step_mask_bytes);
   scratch_ = planned.scratch;
   partial_rows_ = planned.partial_rows;
-  may_share_ = planned.may_share(kDecode, options.limits);
+  may_share_ = planned.may_share;
   name_kernels();
   if (const RegimePlan& prefill = regimes_[kPrefill]; planned.flat.most_blocks > 0)
     flat_ = std::make_unique<FlatKv>(context_, arch_, spec, prefill.policy, int(prefill.flat_kernel.cluster), planned.flat);
@@ -114,21 +115,20 @@ void Plan::name_kernels() {
   };
   const auto name_attention = [&](ByOutput& kernels, const AttentionKernels& table, Regime regime, bool on_demand) {
     const RegimeKernel kernel = table.kernel(arch_, spec_, regime);
-    name(kernels, kernel.entry, kernel.threads, kernel.cluster, on_demand, [&](DType out) {
-      KernelKey key = table.attention(arch_, spec_, regime, out);
-      return may_share_ && regime == kDecode ? sharing(std::move(key)) : key;
-    });
+    name(kernels, kernel.entry, kernel.threads, kernel.cluster, on_demand,
+         [&](DType out) { return table.attention(arch_, spec_, regime, out); });
     for (Specialised& s : kernels) s.one_each = kernel.run_sums > 0;
   };
   for (const Regime regime : kRegimes) {
     RegimePlan& s = regimes_[regime];
     if (s.bounds.num_work == 0) continue;
-    name_attention(s.kernels, table_, regime, options_.load_on_demand);
+    const AttentionKernels& table = may_share_ && regime == kDecode ? *table_.sharing : table_;
+    name_attention(s.kernels, table, regime, options_.load_on_demand);
     if (s.flat_kernel.entry != nullptr) name_attention(s.over_flat, *table_.flat, regime, options_.load_on_demand);
     if (s.few_tasks_kernel.entry != nullptr) name_attention(s.few_tasks, *table_.few_tasks, regime, options_.load_on_demand);
     if (s.kernel.maps == nullptr) continue;
-    s.mapless_joins = table_.without_maps->kernel(arch_, spec_, regime).joins_pieces;
-    name_attention(s.without_maps, *table_.without_maps, regime, true);
+    s.mapless_joins = table.without_maps->kernel(arch_, spec_, regime).joins_pieces;
+    name_attention(s.without_maps, *table.without_maps, regime, true);
   }
   const auto merges = [](const RegimePlan& s) { return !s.kernel.joins_pieces && s.bounds.num_merges > 0; };
   if (std::ranges::any_of(regimes_, merges))
@@ -194,6 +194,7 @@ void Plan::lay_out() {
         items == 0 ? 0 : std::min(checked_mul("plan.scratch", items, blocks_of(limits.max_seq_len, s.policy.tile_kv)), kMaxStretches));
   }
   arrays_.positions = layout.add<int>(spec_.mask.positions || spec_.mask.tree ? tokens : 0);
+  arrays_.shared_positions = layout.add<int>(may_share_ && spec_.mask.positions ? kMostSharedTokens : 0);
   arrays_.tree_first = layout.add<int>(spec_.mask.tree ? tokens : 0);
   arrays_.tree_seen = layout.add<unsigned long>(spec_.mask.tree ? tokens : 0);
   arrays_.mask_tensors = layout.add<ExpressionTensorData>(spec_.mask_mod.empty() ? 0 : int64_t(spec_.mask_mod.tensors().size()));

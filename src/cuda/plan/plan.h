@@ -102,7 +102,7 @@ class Plan final : public StepPlan {
     int num_reqs = 0;
   };
   struct Arrays {
-    ArrayOf<int> query_start, seq_lens, positions, tree_first, block_ids, flat_first_keys, flat_requests;
+    ArrayOf<int> query_start, seq_lens, positions, shared_positions, tree_first, block_ids, flat_first_keys, flat_requests;
     ArrayOf<long> block_start, custom_start, flat_start, slots;
     ArrayOf<unsigned char> custom_mask;
     ArrayOf<unsigned long> tree_seen;

@@ -39,6 +39,13 @@ int64_t shared_rows(const CutPolicy& policies, const PlanLimits& limits) {
   return decode.runs && !decode.balanced ? std::min(schedule_bounds(decode, limits).num_partial_rows, most) : 0;
 }
 
+// The kernel for items that requests share; no entry where they do not.
+RegimeKernel sharing_kernel(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Regime regime,
+                            const PlanLimits& limits) {
+  const bool wanted = regime == kDecode && table.sharing != nullptr && limits.shared_prompts && limits.max_num_reqs > 1;
+  return wanted ? table.sharing->kernel(arch, spec, regime) : RegimeKernel{};
+}
+
 }  // namespace
 
 PlanOutline outline(const AttentionKernels& table, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) {
@@ -49,6 +56,12 @@ PlanOutline outline(const AttentionKernels& table, const AttentionSpec& spec, co
     PlanOutline::OfRegime& s = o.regimes[regime];
     s.kernel = table.kernel(arch, spec, regime);
     tiles[regime] = s.kernel.tile;
+    if (const RegimeKernel sharing = sharing_kernel(table, arch, spec, regime, options.limits); sharing.entry != nullptr) {
+      // Requests are cut as without it, so that no result depends on whether they may share.
+      o.may_share = true, s.kernel = sharing;
+      tiles[regime].blocks = sharing.tile.blocks, tiles[regime].blocks_each = sharing.tile.blocks_each;
+      tiles[regime].most_in_run = sharing.tile.most_in_run;
+    }
     s.row_blocks = (spec.group_size() + s.kernel.tile.rows - 1) / s.kernel.tile.rows * s.kernel.row_blocks;
     if (table.flat != nullptr) s.flat_kernel = table.flat->kernel(arch, spec, regime);
     // Balanced lists are cut for the workers of `kernel`.
@@ -66,7 +79,7 @@ PlanOutline outline(const AttentionKernels& table, const AttentionSpec& spec, co
   if (const PlanOutline::OfRegime& prefill = o.regimes[kPrefill]; prefill.flat_kernel.entry != nullptr && prefill.bounds.num_work > 0)
     o.flat = flat_room(spec, prefill.policy, options.limits, int(prefill.flat_kernel.cluster));
   o.partial_rows = partial_rows_bound(policies, options.limits);
-  if (o.may_share(kDecode, options.limits)) o.partial_rows = std::max(o.partial_rows, shared_rows(policies, options.limits));
+  if (o.may_share) o.partial_rows = std::max(o.partial_rows, shared_rows(policies, options.limits));
   lay_out_scratch(o, spec, device, options.limits);
   return o;
 }

@@ -36,10 +36,7 @@ struct PlanOutline {
   Scratch scratch;
   size_t scratch_bytes = 0, step_mask_bytes = 0;
 
-  // Whether requests of a batch may share items of the regime.
-  bool may_share(Regime regime, const PlanLimits& limits) const {
-    return regime == kDecode && regimes[regime].kernel.may_share && limits.shared_prompts && limits.max_num_reqs > 1;
-  }
+  bool may_share = false;  // whether requests of a batch may share items of decode, whose kernel is then that of AttentionKernels::sharing
 };
 
 // Error plan.scratch for sizes that no memory has.

@@ -58,6 +58,7 @@ AttentionParams Plan::batch_params(void* mask_memory) const {
     a.least_masked_q = regimes_[kPrefill].policy.min_q;
   }
   if (spec_.mask.positions || spec_.mask.tree) a.positions = m.device(arrays_.positions);
+  a.shared_positions = m.device(arrays_.shared_positions);
   if (spec_.mask.tree) a.tree_seen = m.device(arrays_.tree_seen), a.tree_first = m.device(arrays_.tree_first);
   a.mask_tensors = m.device(arrays_.mask_tensors);
   a.window_left = spec_.mask.window_left;

@@ -135,7 +135,8 @@ void Plan::share(const Batch& batch, Step& next, int& rows) {
   if (!may_share_ || !next.key_starts.empty() || ids.empty() || !on_host(ids)) return;
   Schedule& list = next.schedules[kDecode];
   SchedulePolicy policy = regimes_[kDecode].policy;
-  const SharePolicy share{.block_size = spec_.block_size, .most_tokens = policy.tile_q, .seen_by_all = true};
+  const int tile_rows = regimes_[kDecode].kernel.tile.rows;
+  const SharePolicy share{.block_size = spec_.block_size, .most_tokens = tile_rows / spec_.group_size(), .seen_by_all = true};
   // Shorter runs need more rows. These lie behind those of other regimes, which stay where they are.
   policy.first_partial = rows > list.num_partial_rows ? rows : 0;
   policy.most_partial_rows = int(std::min<int64_t>(partial_rows_, INT32_MAX));
@@ -224,6 +225,8 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
   }
   put_trees(batch);
   if (spec_.mask.positions) std::copy_n(batch.positions.data(), step.num_tokens, m.put(arrays_.positions, size_t(step.num_tokens)));
+  const size_t shared_positions = arrays_.shared_positions.capacity;
+  if (shared_positions > 0) std::fill_n(m.put(arrays_.shared_positions, shared_positions), shared_positions, kMostPosition);
   const size_t mask_tensors = arrays_.mask_tensors.capacity;
   if (mask_tensors > 0)
     place_mask_tensors(spec_, batch.mask_tensors, m.device(arrays_.mask_elements), m.put(arrays_.mask_tensors, mask_tensors));

@@ -36,11 +36,13 @@ enum class Text {
   wgmma_e4m3
 };
 
+constexpr int kSharingRows = -1;
+
 struct Variant {
   const char* name;
   const char* arch;
   gpu::Regime regime;
-  int rows;  // wanted of decode
+  int rows;  // wanted of decode; kSharingRows: those of items that requests share
   Case c;
   Text text = Text::sm80;
 
@@ -66,6 +68,7 @@ struct Variant {
     if (is_latent() || is_latent_spread()) return {.rows = latent_tiles().rows, .keys = latent_tiles().keys, .key_warps = 1};
     if (is_verify()) return {.rows = verify_tiles().rows, .keys = verify_tiles().keys, .key_warps = 1};
     if (has_wgmma()) return {.rows = wgmma_tiles().item_rows(), .keys = wgmma_tiles().keys, .key_warps = 1};
+    if (rows == kSharingRows) return cuda::attention_sm80_sharing_tiles(arch, c.spec).value();
     return text == Text::sm80 ? cuda::attention_sm80_tiles(arch, c.spec, regime, rows).value()
                               : cuda::attention_sm90_decode_tiles(arch, c.spec, rows).value();
   }
@@ -155,6 +158,14 @@ inline std::vector<Variant> variants() {
   add_decode("element_rows", 32, spec(DType::bf16, DType::bf16, 96, 80, 4, 16), Text::decode_without_maps).spec.score.sinks = true;
   add_decode("elements", 16, spec(DType::bf16, DType::bf16, 128, 128, 4, 16), Text::decode_without_maps).order = "lbhdt";
   add_decode("element_bytes", 16, spec(DType::fp8_e4m3, DType::fp8_e4m3, 72, 200, 3, 0), Text::decode_without_maps).out_dtype = DType::f16;
+
+  // Tokens of more q heads than half of a usual tile, in the larger one in which requests share items, and in the usual one.
+  const auto same_output = [&] { all.back().c.out_dtype = all[all.size() - 2].c.out_dtype; };
+  const AttentionSpec many_heads = spec(DType::bf16, DType::bf16, 128, 128, 12, 16);
+  add("shared_heads", "sm_90a", gpu::kDecode, kSharingRows, many_heads);
+  add("heads", "sm_90a", gpu::kDecode, 1, many_heads), same_output();
+  add_decode("tma_shared_heads", 32, spec(DType::bf16, DType::fp8_e4m3, 128, 128, 16, 16)).scale_per_head = true;
+  add_decode("tma_heads", 16, all.back().c.spec), same_output();
 
   // attention_sm90_verify.cu: two crews, one whose warpgroups share rows, or dims; pieces of three levels of their tree.
   const auto add_verify = [&](const char* name, AttentionSpec s, std::vector<CaseRequest> requests, Text text = Text::verify) -> Case& {
@@ -346,6 +357,8 @@ inline std::vector<Variant> variants() {
   positions.requests = {{4, 140, 0}, {1, 300, 1}, {7, 90, 2}, {0, 0, 3}, {16, 16, 4}};
   positions.spec.mask.window_left = 60, positions.spec.mask.positions = true, positions.positions = PositionPattern::zigzag;
   positions.spec.score.alibi = true;
+  Case& shared = add("shared_positions", "sm_90a", gpu::kDecode, 1, spec(DType::bf16, DType::bf16, 64, 64, 4, 16));
+  shared.spec.mask.positions = true, shared.positions = PositionPattern::zigzag;
   Case& spans = add("positions_prefill", "sm_90a", gpu::kPrefill, 1, spec(DType::bf16, DType::bf16, 128, 128, 2, 16));
   spans.spec.mask.chunk = 40, spans.spec.mask.positions = true, spans.positions = PositionPattern::spans;
   Case& branches = add("positions_tree", "sm_120", gpu::kPrefill, 1, spec(DType::f32, DType::f32, 64, 64, 1, 0));
