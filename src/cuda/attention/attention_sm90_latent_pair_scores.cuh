@@ -107,7 +107,7 @@ class Scorer {
       stage_.next();
       finish<0>(s);
       const bool is_there = stage_is_there();
-      if (!whole) hide_keys(p_, item, row(), tile * kTileKeys, rows, s);
+      if (!whole) hide_keys(p_, item, computed_here(row()), tile * kTileKeys, rows, s);
       WeightsOf<kQType> weights;
       const bool moved = weigh_tile(rows, tops_full, empty, s, weights, reference, sum);
       put_weights(weights, moved && !begins ? note.with_factors() : note.bits);
