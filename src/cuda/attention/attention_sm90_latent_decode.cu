@@ -46,9 +46,8 @@ class Consumer {
     const Tiles tiles = tiles_of(item);
     // Tiles of which every row sees every key.
     const bool any_whole = !kCustomMask && !kPositions;
-    const KeyRange all = seen_by_all(p_, item);
-    const int whole_first = (max(item.lo, all.lo) + kTileKeys - 1) / kTileKeys;
-    const int whole_end = any_whole ? max(0, min(item.hi, all.hi)) / kTileKeys : 0;
+    const int whole_first = (max(item.lo, first_of_all(p_, item)) + kTileKeys - 1) / kTileKeys;
+    const int whole_end = any_whole ? max(0, min(item.hi, end_of_all(p_, item))) / kTileKeys : 0;
     const int item_lo = item.lo, item_hi = item.hi;  // in registers, not read again for each tile
     const int piece_tiles = item.piece > 0 ? item.piece / kTileKeys : kFar;
     scale_ = kPlainLogits ? logit_scale(p_, item.kv_head) * kLog2e : 1.f;
@@ -167,7 +166,7 @@ class Consumer {
         if constexpr (kFactorLeft) x *= factor_of(p_, terms);
       }
       if (!hides) continue;
-      const KeyRange seen = seen_by(p_, item, row);
+      const KeyRange seen = kTree ? seen_by(p_, item, row) : visible_keys(p_, position);
       bool sees = key >= max(seen.lo, item.lo) && key < min(seen.hi, item.hi);
       if constexpr (kTree) sees = sees && shows(item.word_of(p_, row), bit);
       if constexpr (kCustomMask) {

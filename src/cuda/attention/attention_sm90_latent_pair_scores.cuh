@@ -90,7 +90,7 @@ class Scorer {
     Rows rows;
     set_rows(rows, p_, item, row(), logit_scale(p_, item.kv_head));
     // Tiles of which every row sees every key.
-    const int whole_end = max(0, min(item.hi, seen_by_all(p_, item).hi)) / kTileKeys;
+    const int whole_end = max(0, min(item.hi, end_of_all(p_, item))) / kTileKeys;
     float reference[2] = {kEmptyReference, kEmptyReference}, sum[2] = {0.f, 0.f};
     wait_for_stage();
 #pragma unroll 1

@@ -83,8 +83,8 @@ class Scorer {
     Rows rows;
     set_rows(rows, p_, item, matrix_row(), logit_scale(p_, item.kv_head));
     // Tiles of which every row sees every key.
-    const KeyRange all = seen_by_all(p_, item);
-    const int whole_first = (max(item.lo, all.lo) + kTileKeys - 1) / kTileKeys, whole_end = max(0, min(item.hi, all.hi)) / kTileKeys;
+    const int whole_first = (max(item.lo, first_of_all(p_, item)) + kTileKeys - 1) / kTileKeys;
+    const int whole_end = max(0, min(item.hi, end_of_all(p_, item))) / kTileKeys;
     float reference[2] = {kEmptyReference, kEmptyReference}, sum[2] = {0.f, 0.f};
     Scores s;
     wait_for_stage();
