@@ -435,10 +435,10 @@ inline std::vector<Variant> variants() {
   as_nodes(add_few("nodes_few_records", gpu::kVerify, records(DType::bf16, 20, 64), {}), TreePattern::random).requests = {{5, 129, 0}};
   Case& tile_nodes = as_nodes(add_tiles("nodes_latent", spec(DType::f16, DType::f16, 272, 256, 10, 16), {}), TreePattern::forest);
   tile_nodes.spec.mask.chunk = 9, tile_nodes.spec.score.soft_cap = 20.f;
-  as_nodes(add_tiles("nodes_latent_tiles", spec(DType::bf16, DType::bf16, 320, 256, 72, 16), {}), TreePattern::random).out_dtype =
-      DType::bf16;
-  as_nodes(add_tiles("nodes_spread", spec(DType::bf16, DType::bf16, 320, 256, 72, 16), {}, Text::latent_spread), TreePattern::random)
-      .out_dtype = DType::bf16;
+  for (const auto& [name, text] : {std::pair{"nodes_latent_tiles", Text::latent}, {"nodes_spread", Text::latent_spread}}) {
+    Case& c = as_nodes(add_tiles(name, spec(DType::bf16, DType::bf16, 320, 256, 72, 16), {}, text), TreePattern::random);
+    c.requests = {{4, 140, 0}, {0, 0, 2}, {3, 66, 1}}, c.out_dtype = DType::bf16;
+  }
   as_nodes(add_tiles("nodes_pair", spec(DType::bf16, DType::bf16, 320, 256, 16, 16), {}, Text::latent_pair), TreePattern::random);
   return all;
 }
