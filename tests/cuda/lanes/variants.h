@@ -429,12 +429,13 @@ inline std::vector<Variant> variants() {
     return c;
   };
   Case& few_nodes = as_nodes(add_few("nodes_few", gpu::kVerify, spec(DType::bf16, DType::bf16, 320, 256, 6, 16), {}), TreePattern::random);
-  few_nodes.spec.mask.window_left = 5, few_nodes.spec.score.sinks = true;
+  few_nodes.spec.mask.window_left = 65, few_nodes.spec.score.sinks = true;
+  few_nodes.requests.push_back({8, 200, 5});  // whose windows begin on both sides of where a tile does
   as_nodes(add_few("nodes_few_bytes", gpu::kDecode, spec(DType::f16, DType::fp8_e4m3, 272, 256, 10, 1), {}), TreePattern::binary)
       .spec.score = {.soft_cap = 20.f, .alibi = true};
   as_nodes(add_few("nodes_few_records", gpu::kVerify, records(DType::bf16, 20, 64), {}), TreePattern::random).requests = {{5, 129, 0}};
   Case& tile_nodes = as_nodes(add_tiles("nodes_latent", spec(DType::f16, DType::f16, 272, 256, 10, 16), {}), TreePattern::forest);
-  tile_nodes.spec.mask.chunk = 9, tile_nodes.spec.score.soft_cap = 20.f;
+  tile_nodes.spec.mask.window_left = 65, tile_nodes.spec.score.soft_cap = 20.f, tile_nodes.requests.push_back({8, 200, 5});
   for (const auto& [name, text] : {std::pair{"nodes_latent_tiles", Text::latent}, {"nodes_spread", Text::latent_spread}}) {
     Case& c = as_nodes(add_tiles(name, spec(DType::bf16, DType::bf16, 320, 256, 72, 16), {}, text), TreePattern::random);
     c.requests = {{4, 140, 0}, {0, 0, 2}, {3, 66, 1}}, c.out_dtype = DType::bf16;
