@@ -144,6 +144,15 @@ std::vector<AttentionSpec> thorough_specs() {
   records.kv_format = KvFormat::fp8_ds_mla, records.kv_dtype = DType::fp8_e4m3;
   AttentionSpec& masked = add_latent(DType::bf16, 512, 32, 64);
   masked.mask = {.custom = true, .positions = true}, masked.score = {.soft_cap = 50.f, .alibi = true};
+  // Trees: the words of drafts beside what each of these kernels has.
+  for (const int q_heads : {16, 128})
+    for (const int window : {-1, 4095})
+      for (const DType kv : {DType::bf16, DType::fp8_e4m3}) {
+        AttentionSpec& tree = add_latent(DType::bf16, 512, q_heads, 64);
+        tree.mask = {.window_left = window, .tree = true}, tree.kv_dtype = kv;
+        if (kv == DType::fp8_e4m3 && q_heads == 16) tree.kv_format = KvFormat::fp8_ds_mla;
+        if (window >= 0) tree.score = {.soft_cap = 50.f, .alibi = kv == DType::fp8_e4m3};
+      }
   return specs;
 }
 

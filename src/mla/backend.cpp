@@ -48,7 +48,6 @@ MlaParts MlaCompositeBackend::attention_parts(const MlaSpec& spec, const DeviceI
   MlaParts parts{
       .name = std::string(name()), .hardware = &hardware_, .latent = &latent_, .expanded = nullptr, .products = nullptr, .rates = rates_};
   if (expands(spec, hardware_)) parts.expanded = expanded_of(spec, hardware_, device).backend;
-  if (spec.mask.tree && rates_.latent_of_trees > 0) parts.rates.latent = rates_.latent_of_trees;
   return parts;
 }
 

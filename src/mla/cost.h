@@ -16,13 +16,12 @@ MlaOperations operations_of(const MlaSpec&);
 
 // Speeds of one core of a CPU, or of a whole GPU, in operations (a multiply-add is two) and bytes a second. Only their ratios matter.
 struct MlaRates {
-  double products;             // of the products of queries and outputs with kv_b_proj
-  double expansion;            // of the products of latents with it
-  double latent;               // of attention in latent space, where all heads share a key
-  double expanded;             // of attention to expanded keys
-  double bytes;                // of memory: expanded keys are written and read again
-  double round = 0;            // seconds that expanded keys take beside all that, however few they are: launches on a GPU
-  double latent_of_trees = 0;  // in latent space under Mask::tree, where other kernels compute that; 0: as `latent`
+  double products;   // of the products of queries and outputs with kv_b_proj
+  double expansion;  // of the products of latents with it
+  double latent;     // of attention in latent space, where all heads share a key
+  double expanded;   // of attention to expanded keys
+  double bytes;      // of memory: expanded keys are written and read again
+  double round = 0;  // seconds that expanded keys take beside all that, however few they are: launches on a GPU
 };
 
 struct MlaCost {

@@ -20,15 +20,10 @@ namespace {
 
 // Of a whole GPU, not of one core. cuda_sm90: measured on an H100 with 80 GB (2026-11-26, DeviceMlaSpeed of tests/cuda), with 16 and 128
 // heads of 512/128/64/128 in bf16; `bytes` is what makes both ways meet where they do, at about 200 queries of a request, and counts what
-// stays in the L2 cache too. Layers of trees run cuda_sm80's kernels there. cuda_sm80: attention in latent space as measured on an H100
-// (170 TFLOP/s) and taken down to an A100's 312 TFLOP/s and 2 TB/s at most; the others are parts of these, not measured.
-constexpr MlaRates kCudaSm90Rates{.products = 250e12,
-                                  .expansion = 620e12,
-                                  .latent = 530e12,
-                                  .expanded = 630e12,
-                                  .bytes = 6.5e12,
-                                  .round = 5e-6,
-                                  .latent_of_trees = 170e12};
+// stays in the L2 cache too. cuda_sm80: attention in latent space as measured on an H100 (170 TFLOP/s) and taken down to an A100's 312
+// TFLOP/s and 2 TB/s at most; the others are parts of these, not measured.
+constexpr MlaRates kCudaSm90Rates{
+    .products = 250e12, .expansion = 620e12, .latent = 530e12, .expanded = 630e12, .bytes = 6.5e12, .round = 5e-6};
 constexpr MlaRates kCudaSm80Rates{
     .products = 200e12, .expansion = 200e12, .latent = 120e12, .expanded = 180e12, .bytes = 1.5e12, .round = 5e-6};
 

@@ -180,6 +180,31 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
   }
 }
 
+// A layer of trees has the kernels and tiles of the causal layer. Where distances count, these go by depth, as the kernel of few rows has
+// them.
+TEST(AttentionSm90, LatentsOfTreesHaveTheKernelsOfCausalOnes) {
+  for (const KvFormat format : {KvFormat::latent, KvFormat::fp8_ds_mla})
+    for (const DType kv : {DType::bf16, DType::fp8_e4m3})
+      for (const int heads : {5, 16, 20, 64, 100, 128})
+        for (const int window : {-1, 127}) {
+          if (format == KvFormat::fp8_ds_mla && kv != DType::fp8_e4m3) continue;
+          AttentionSpec spec = spec_of(DType::bf16, kv, 576, 512, 16, 64);
+          spec.num_q_heads = heads, spec.num_kv_heads = 1, spec.kv_format = format, spec.mask.window_left = window;
+          AttentionSpec tree = spec;
+          tree.mask.tree = true;
+          for (const Regime regime : kRegimes) {
+            const RegimeKernel causal = kernels_sm90.kernel(kArch, spec, regime), of_tree = kernels_sm90.kernel(kArch, tree, regime);
+            EXPECT_STREQ(of_tree.entry, causal.entry) << tree.str();
+            EXPECT_EQ(of_tree.tile.rows, causal.tile.rows) << tree.str();
+            EXPECT_STREQ(kernels_sm90.few_tasks->kernel(kArch, tree, regime).entry,
+                         kernels_sm90.few_tasks->kernel(kArch, spec, regime).entry);
+            tree.score.alibi = true;
+            EXPECT_STREQ(kernels_sm90.kernel(kArch, tree, regime).entry, "attention_sm90_latent_decode");
+            tree.score.alibi = false;
+          }
+        }
+}
+
 // Rows of small pages are copied 16 bytes at a time.
 TEST(AttentionSm90, SmallPagesNeedAlignedRows) {
   for (const int page : {1, 4, 12, 100}) EXPECT_TRUE(has_small_pages(spec_of(DType::bf16, DType::bf16, 128, 128, 4, page))) << page;

@@ -41,19 +41,6 @@ TEST(MlaTrees, TreesStayInLatentSpaceBesideChainsWithExpandedKeys) {
   EXPECT_TRUE(plan->expands(0) && plan->expands(3));
 }
 
-// Hopper's own kernels of latents take no trees, and those that do are slower.
-TEST(MlaTrees, ExpandsKeysOfChainsFromFewerQueriesOnWhereTreesAreSlower) {
-  const DeviceInfo h200 = describe_device("h200");
-  MlaSpec spec{.num_heads = 128, .absorbed = true};  // without products, which need the device
-  const auto latent_rate = [&](const char* name) {
-    return dynamic_cast<const MlaCompositeBackend&>(*find_backend<MlaFamily>(name)).parts(spec, h200, {}).rates.latent;
-  };
-  const double causal[] = {latent_rate("cuda_sm90"), latent_rate("cuda_sm80")};
-  spec.mask.tree = true;
-  EXPECT_LT(latent_rate("cuda_sm90"), causal[0] / 2);
-  EXPECT_EQ(latent_rate("cuda_sm80"), causal[1]);
-}
-
 constexpr const char* kNoError = "nothing thrown";
 
 TEST(MlaTrees, TreesThatAreNoneAreRefused) {

@@ -66,14 +66,15 @@ struct NamedFeature {
   void (*set)(Case&);
 };
 
-void add_prefill_cases(CaseTable&);     // cases_prefill.cpp
-void add_variant_cases(CaseTable&);     // cases_variants.cpp
-void add_latent_cases(CaseTable&);      // cases_latent.cpp
-void add_position_cases(CaseTable&);    // cases_positions.cpp
-void add_tree_cases(CaseTable&);        // cases_trees.cpp
-void add_expression_cases(CaseTable&);  // cases_expressions.cpp
-void add_record_cases(CaseTable&);      // cases_latent.cpp
-void add_packed_cases(CaseTable&);      // cases_variants.cpp
-void add_mask_cases(CaseTable&);        // cases_masks.cpp
+void add_prefill_cases(CaseTable&);      // cases_prefill.cpp
+void add_variant_cases(CaseTable&);      // cases_variants.cpp
+void add_latent_cases(CaseTable&);       // cases_latent.cpp
+void add_position_cases(CaseTable&);     // cases_positions.cpp
+void add_tree_cases(CaseTable&);         // cases_trees.cpp
+void add_expression_cases(CaseTable&);   // cases_expressions.cpp
+void add_record_cases(CaseTable&);       // cases_latent.cpp
+void add_packed_cases(CaseTable&);       // cases_variants.cpp
+void add_latent_tree_cases(CaseTable&);  // cases_trees.cpp
+void add_mask_cases(CaseTable&);         // cases_masks.cpp
 
 }  // namespace imbrex

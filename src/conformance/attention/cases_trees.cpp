@@ -68,4 +68,54 @@ void add_tree_cases(CaseTable& table) {
   }
 }
 
+// Latents of as many dims as models have, of which kernels of GPUs take 16, 32 or 64 rows at a time, in one thread block or in a cluster:
+// of every format, with tiles in front of the tree that all rows see, and a chain that is longer than a tree may be.
+void add_latent_tree_cases(CaseTable& table) {
+  struct Layer {
+    const char* name;
+    int group;
+    Dims dims;
+    DTypes types;
+    KvFormat format;
+    TreePattern tree;
+    Mask mask;
+    ScoreMod score;
+  };
+  using enum TreePattern;
+  using enum KvFormat;
+  constexpr DTypes kBf16{DType::bf16, DType::bf16}, kBytes{DType::bf16, DType::fp8_e4m3}, kF16{DType::f16, DType::f16};
+  constexpr Dims kLarge{576, 512};
+  const Layer layers[] = {
+      {"g16", 16, kLarge, kBf16, latent, random, {}, {}},
+      {"g64", 64, kLarge, kBf16, latent, binary, {}, {.sinks = true}},
+      {"g128", 128, kLarge, kBf16, latent, random, {}, {}},
+      {"g16_bytes", 16, kLarge, kBytes, latent, random, {}, {}},
+      {"g16_records", 16, kLarge, kBytes, fp8_ds_mla, forest, {}, {}},
+      {"g64_records", 64, kLarge, kBytes, fp8_ds_mla, random, {}, {}},
+      {"g16_window", 16, kLarge, kBf16, latent, random, {.window_left = 3}, {}},
+      {"g80_chunk", 80, kLarge, kBf16, latent, forest, {.chunk = 9, .chunk_lookback = 1}, {}},
+      {"g5_bytes_window", 5, kLarge, kBytes, latent, wide, {.window_left = 65}, {.sinks = true}},
+      {"g20_f16_cap", 20, {448, 384}, kF16, latent, random, {.window_left = 65}, {.soft_cap = 20.f}},
+      {"g16_alibi", 16, {320, 256}, kF16, latent, random, {}, {.alibi = true}},
+      {"g10_bytes_alibi",
+       10,
+       {272, 256},
+       kBytes,
+       latent,
+       binary,
+       {.window_left = 4},
+       {.head_scales = true, .soft_cap = 30.f, .alibi = true}},
+  };
+  for (const Layer& layer : layers) {
+    // Windows of 65 keys in front of the own one begin on both sides of where a tile does.
+    const Requests few{{8, 200}, {3, 65}, {1, 30}}, many{{8, 200}, {3, 65}, {0, 0}, {66, 70}, {20, 129}, {1, 300}};
+    for (const int block_size : {64, 1}) {
+      Case& c = table.add(fmt::format("tree_latent_{}_page{}", layer.name, block_size), layer.group, 1, layer.dims, layer.types,
+                          layer.group > 20 || block_size == 1 ? few : many);
+      c.spec.kv_format = layer.format, c.spec.block_size = block_size;
+      c.tree = layer.tree, c.spec.mask = layer.mask, c.spec.mask.tree = true, c.spec.score = layer.score;
+    }
+  }
+}
+
 }  // namespace imbrex

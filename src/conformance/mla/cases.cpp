@@ -187,6 +187,21 @@ void add_mla_packed(MlaTable& table) {
     }
 }
 
+// Trees in latents of as many dims as models have, of which kernels of GPUs take few rows and many, bf16, bytes and records: with keys in
+// front of the tree that all rows see.
+void add_mla_large_trees(MlaTable& table) {
+  constexpr DTypes kBytes{DType::bf16, DType::fp8_e4m3};
+  for (const int heads : {16, 64, 128})
+    for (const DTypes types : {kDTypes[0], kBytes})
+      for (const KvFormat format : {KvFormat::latent, KvFormat::fp8_ds_mla}) {
+        if (format == KvFormat::fp8_ds_mla && types.kv != DType::fp8_e4m3) continue;
+        MlaSpec spec = spec_of({heads, 512, 16, 64, 16}, types);
+        spec.kv_format = format, spec.block_size = 64, spec.mask.tree = true;
+        table.add(fmt::format("tree_large_q{}_{}_{}", heads, to_string(types.kv), to_string(format)), spec, {{8, 200}, {3, 65}, {1, 30}})
+            .attention.tree = TreePattern::random;
+      }
+}
+
 }  // namespace
 
 std::span<const MlaCase> mla_cases() {
@@ -200,6 +215,7 @@ std::span<const MlaCase> mla_cases() {
     add_mla_scales(table);
     add_mla_trees(table);
     add_mla_packed(table);
+    add_mla_large_trees(table);
     for (MlaCase& c : table.cases) c.attention.spec = c.spec.latent_spec();
     return std::move(table.cases);
   }();

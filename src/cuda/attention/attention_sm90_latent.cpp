@@ -15,8 +15,8 @@ constexpr int kLatentTileKeys = 32;
 
 bool runs_latent(std::string_view arch, const AttentionSpec& spec) {
   return arch == "sm_90a" && spec.kv_format == KvFormat::latent && spec.kv_dtype == spec.q_dtype && has_latent_dims(spec) &&
-         !has_expressions(spec) && !spec.mask.custom && !spec.mask.positions && !spec.mask.tree && spec.score.relative_buckets == 0 &&
-         !spec.score.alibi_sqrt;
+         !has_expressions(spec) && !spec.mask.custom && !spec.mask.positions && spec.score.relative_buckets == 0 &&
+         !(spec.score.alibi && (spec.score.alibi_sqrt || spec.mask.tree));
 }
 
 // Tiles of keys that shared memory holds beside queries that registers do not, weights with what belongs to them, barriers and items.

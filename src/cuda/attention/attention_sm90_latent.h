@@ -22,7 +22,8 @@ bool has_latent_dims(const AttentionSpec&);
 
 // nullopt: the kernel does not run such layers. It takes caches whose values are the first 256, 384 or 512 dims of the keys
 // (KvFormat::latent), of the queries' type, bf16 or f16, with keys of more than 256 dims, at most 64 more than values; any number of q
-// heads, and all masks and modifications of logits but custom masks, given positions, relative bias and ALiBi's square root.
+// heads, and all masks and modifications of logits but custom masks, given positions, relative bias, ALiBi's square root, and trees of
+// drafts beside ALiBi, whose distances go by depth.
 std::optional<Sm90LatentTiles> attention_sm90_latent_tiles(std::string_view arch, const AttentionSpec&);
 // Thread blocks of a cluster: those that take the rows of a token, where these are two tasks whose keys TMA brings to both.
 unsigned attention_sm90_latent_cluster(const AttentionSpec&);

@@ -19,7 +19,7 @@ constexpr int kGroupChunks = 3;  // as in attention_sm90_latent_decode_load.cuh
 bool runs_few_rows(std::string_view arch, const AttentionSpec& spec) {
   const bool latent = spec.kv_format == KvFormat::latent && (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::fp8_e4m3);
   const bool records = spec.kv_format == KvFormat::fp8_ds_mla && spec.q_dtype == DType::bf16;
-  return arch == "sm_90a" && (latent || records) && has_latent_dims(spec) && !spec.mask.tree && !has_expressions(spec);
+  return arch == "sm_90a" && (latent || records) && has_latent_dims(spec) && !has_expressions(spec);
 }
 
 // Tiles of bytes, or groups of chunks, that shared memory holds beside queries, weights, scores that teams exchange (of bytes they have

@@ -46,8 +46,8 @@ class Consumer {
     const Tiles tiles = tiles_of(item);
     // Tiles of which every row sees every key.
     const bool any_whole = !kCustomMask && !kPositions;
-    const int whole_first = (max(item.lo, visible_keys(p_, item.position_of(item.num_rows - 1)).lo) + kTileKeys - 1) / kTileKeys;
-    const int whole_end = any_whole ? max(0, min(item.hi, visible_keys(p_, item.position_of(0)).hi)) / kTileKeys : 0;
+    const int whole_first = (max(item.lo, first_of_all(p_, item)) + kTileKeys - 1) / kTileKeys;
+    const int whole_end = any_whole ? max(0, min(item.hi, end_of_all(p_, item))) / kTileKeys : 0;
     const int item_lo = item.lo, item_hi = item.hi;  // in registers, not read again for each tile
     const int piece_tiles = item.piece > 0 ? item.piece / kTileKeys : kFar;
     scale_ = kPlainLogits ? logit_scale(p_, item.kv_head) * kLog2e : 1.f;
@@ -157,15 +157,18 @@ class Consumer {
     for (int i = 0; i < kKeys * kColumns; ++i) {
       const int h = i / kColumns, k = i % kColumns, key = tile * kTileKeys + this->key(h);
       float& x = s[h][k];
-      const int row = min(row_of_column(k), item.num_rows - 1), position = item.position_of(row);
+      const int row = min(row_of_column(k), item.num_rows - 1), position = item.position_of(row), bit = key - item.first_bit;
       if constexpr (!kPlainLogits) {
         const RowTerms terms = row_terms(p_, item.head_of(row), logit_scale(p_, item.kv_head));
-        x = modified(p_, terms, x, key - position);
+        int distance = key - position;
+        if (kTree && hides && bit >= 0) distance = depth_to(item.word_of(p_, row), min(bit, kMostTreeTokens - 1));
+        x = modified(p_, terms, x, distance);
         if constexpr (kFactorLeft) x *= factor_of(p_, terms);
       }
       if (!hides) continue;
-      const KeyRange seen = visible_keys(p_, position);
+      const KeyRange seen = kTree ? seen_by(p_, item, row) : visible_keys(p_, position);
       bool sees = key >= max(seen.lo, item.lo) && key < min(seen.hi, item.hi);
+      if constexpr (kTree) sees = sees && shows(item.word_of(p_, row), bit);
       if constexpr (kCustomMask) {
         const long query = item.query_index + (item.row_begin + row) / kGroup;
         if (sees) sees = custom_shows(p_, p_.custom_start[item.request] + query * item.seq_len + key);

@@ -3,6 +3,7 @@
 // into a ring of stages: of 16 bits a third of a tile to a stage, through a warp for each; of bytes a whole tile, as it lies in memory.
 #include "attention/ds_mla.h"
 #include "attention_sm90_latent_boxes.cuh"
+#include "attention_sm90_latent_mask.cuh"
 #include "each_item.cuh"
 
 namespace imbrex::cuda {

@@ -13,8 +13,8 @@
 namespace imbrex::cuda {
 
 // Registers of a thread of the warpgroups that multiply values, of the one that computes scores, and of the one that loads.
-// Where few queries are in registers, the last ones get what these leave.
-constexpr int kOutputRegisters = 168, kScoreRegisters = kQKept > 5 ? 152 : 144, kLoadRegisters = kQKept > 5 ? 24 : 32;
+// Where few queries are in registers, the last ones get what these leave. An item of a tree of drafts takes more of them to find.
+constexpr int kOutputRegisters = 168, kScoreRegisters = kQKept > 5 && !kTree ? 152 : 144, kLoadRegisters = 176 - kScoreRegisters;
 static_assert(128 * (kConsumers * kOutputRegisters + kScoreRegisters + kLoadRegisters) <= 65536);
 
 // A warpgroup that multiplies values, for some of the block's dims.

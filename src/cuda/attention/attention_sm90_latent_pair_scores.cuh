@@ -90,7 +90,7 @@ class Scorer {
     Rows rows;
     set_rows(rows, p_, item, row(), logit_scale(p_, item.kv_head));
     // Tiles of which every row sees every key.
-    const int whole_end = max(0, min(item.hi, visible_keys(p_, item.position_of(0)).hi)) / kTileKeys;
+    const int whole_end = max(0, min(item.hi, end_of_all(p_, item))) / kTileKeys;
     float reference[2] = {kEmptyReference, kEmptyReference}, sum[2] = {0.f, 0.f};
     wait_for_stage();
 #pragma unroll 1
@@ -107,7 +107,7 @@ class Scorer {
       stage_.next();
       finish<0>(s);
       const bool is_there = stage_is_there();
-      if (!whole) hide(tile * kTileKeys, rows, s);
+      if (!whole) hide_keys(p_, item, computed_here(row()), tile * kTileKeys, rows, s);
       WeightsOf<kQType> weights;
       const bool moved = weigh_tile(rows, tops_full, empty, s, weights, reference, sum);
       put_weights(weights, moved && !begins ? note.with_factors() : note.bits);

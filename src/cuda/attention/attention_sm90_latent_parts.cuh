@@ -1,6 +1,7 @@
 #pragma once
 // What attention_sm90_latent.cu and attention_sm90_latent_pair.cu share: weights in shared memory, made by one warpgroup and multiplied by
 // values by others, with a note for each tile; and how the matrix unit finds tiles.
+#include "attention_sm90_latent_mask.cuh"
 #include "attention_sm90_parts.cuh"
 #include "wgmma.cuh"
 
@@ -40,6 +41,15 @@ struct Note {
   DEVICE bool has_factors() const { return (bits & kHasFactors) != 0; }  // that sums so far are to be multiplied by
   DEVICE int number() const { return int(bits / kNumber); }              // of the tile, or step
 };
+
+// Hides from a thread's rows, `row` and `row` + 8 of the item, what they do not see of the tile whose keys begin at `begin`.
+DEVICE void hide_keys(const AttentionParams& p, const Item& item, int row, int begin, const Rows& rows, Scores& s) {
+  if constexpr (kTree) {
+    hide_in_tree(p, item, row, begin, s);
+  } else {
+    hide(begin, rows, s);
+  }
+}
 
 // The low half of the descriptors of tiles in shared memory: the address in units of 16 bytes. The high half is the same in all of a kind.
 DEVICE u32 tile_at(u32 address, u32 leading) { return u32(wgmma_descriptor(address, leading, 0, 0)); }

@@ -83,8 +83,8 @@ class Scorer {
     Rows rows;
     set_rows(rows, p_, item, matrix_row(), logit_scale(p_, item.kv_head));
     // Tiles of which every row sees every key.
-    const int whole_first = (max(item.lo, visible_keys(p_, item.position_of(item.num_rows - 1)).lo) + kTileKeys - 1) / kTileKeys;
-    const int whole_end = max(0, min(item.hi, visible_keys(p_, item.position_of(0)).hi)) / kTileKeys;
+    const int whole_first = (max(item.lo, first_of_all(p_, item)) + kTileKeys - 1) / kTileKeys;
+    const int whole_end = max(0, min(item.hi, end_of_all(p_, item))) / kTileKeys;
     float reference[2] = {kEmptyReference, kEmptyReference}, sum[2] = {0.f, 0.f};
     Scores s;
     wait_for_stage();
@@ -101,7 +101,7 @@ class Scorer {
       leave_stage();
       const bool is_there = stage_is_there();
       if constexpr (!kPlainLogits) modify(rows, s);
-      if (!whole) hide(tile * kTileKeys, rows, s);
+      if (!whole) hide_keys(p_, item, matrix_row(), tile * kTileKeys, rows, s);
       WeightsOf<kQType> weights;
       const bool moved = weigh_tile(tile, rows, s, weights, reference, sum);
       put_weights(weights, moved && !begins ? note.with_factors() : note.bits);

@@ -74,7 +74,7 @@ class Scorer {
     Rows rows;
     set_rows(rows, p_, item, row(), logit_scale(p_, item.kv_head));
     // Tiles of which every row sees every key.
-    const int whole_end = max(0, min(item.hi, visible_keys(p_, item.position_of(0)).hi)) / kTileKeys;
+    const int whole_end = max(0, min(item.hi, end_of_all(p_, item))) / kTileKeys;
     float reference[2] = {kEmptyReference, kEmptyReference};
     each_step(item, [&](const Step& step) {
       const int own = step.tiles_of(rank_);
@@ -90,7 +90,7 @@ class Scorer {
         if (i >= own) {
           fill(of_tile(s, i), -infinity());
         } else if (tile >= whole_end) {
-          hide(tile * kTileKeys, rows, of_tile(s, i));
+          hide_keys(p_, item, row(), tile * kTileKeys, rows, of_tile(s, i));
         }
       }
       tell_tops(rows, s);

@@ -160,19 +160,20 @@ TEST(LanesOfLatents, HaveTheBitsOfStoredValues) {
 TEST(LanesOfLatents, HaveTheSameBitsWhereTheyAreSpread) {
   const std::vector<Variant> all = variants();
   const auto named = [&](std::string_view name) -> const Variant& { return *std::ranges::find(all, name, &Variant::name); };
-  const Variant &alone = named("latent_tiles"), &spread = named("spread_tiles");
-  if (is_left_out(alone)) GTEST_SKIP() << "recorded";
-  EXPECT_EQ(alone.c.spec, spread.c.spec);
-  Case c = spread.c;
-  c.out_dtype = alone.c.out_dtype;
-  for (const ValuePattern values : {ValuePattern::plain, ValuePattern::rising}) {
-    c.values = values;
-    const CaseInputs in = make_inputs(c);
-    for (const How& how : {How{}, How{.split = 3, .workers = 1}, How{.split = 20, .workers = 1 << 10}}) {
-      const RunResult a = run_case(LanesBackend(alone, how), probe_cpu(), in, default_options(c)),
-                      b = run_case(LanesBackend(spread, how), probe_cpu(), in, default_options(c));
-      EXPECT_TRUE(bit_identical(a.out, b.out));
-      EXPECT_TRUE(bit_identical(a.lse, b.lse));
+  for (const auto& [of_one, of_cluster] : {std::pair{"latent_tiles", "spread_tiles"}, {"nodes_latent_tiles", "nodes_spread"}}) {
+    const Variant &alone = named(of_one), &spread = named(of_cluster);
+    if (is_left_out(alone)) continue;
+    EXPECT_EQ(alone.c.spec, spread.c.spec);
+    Case c = spread.c;
+    c.out_dtype = alone.c.out_dtype;
+    for (const ValuePattern values : {ValuePattern::plain, ValuePattern::rising}) {
+      c.values = values;
+      const CaseInputs in = make_inputs(c);
+      for (const How& how : {How{}, How{.split = 3, .workers = 1}, How{.split = 20, .workers = 1 << 10}}) {
+        const RunResult a = run_case(LanesBackend(alone, how), probe_cpu(), in, default_options(c)),
+                        b = run_case(LanesBackend(spread, how), probe_cpu(), in, default_options(c));
+        EXPECT_TRUE(bit_identical(a.out, b.out) && bit_identical(a.lse, b.lse)) << of_one;
+      }
     }
   }
 }

@@ -436,6 +436,24 @@ inline std::vector<Variant> variants() {
   add_few("few_record_pages", gpu::kDecode, records(DType::bf16, 32, 16), {{1, 300, 0}, {1, 700, 1}}).values = ValuePattern::rising;
   add("records", "sm_90a", gpu::kDecode, 1, records(DType::bf16, 16, 64)).spec.mask.window_left = 100;
   add("records_exact", "sm_90a", gpu::kPrefill, 1, records(DType::f32, 2, 3)).requests = {{3, 40, 0}, {20, 20, 1}};
+  // Trees over latents: few rows and many, in clusters and not, with windows and distances; a chain that is longer than a tree may be.
+  const auto as_nodes = [&](Case& c, TreePattern pattern) -> Case& {
+    as_tree(c, pattern).requests = {{8, 140, 0}, {3, 66, 1}, {0, 0, 2}, {16, 68, 3}, {68, 75, 4}};
+    return c;
+  };
+  Case& few_nodes = as_nodes(add_few("nodes_few", gpu::kVerify, spec(DType::bf16, DType::bf16, 320, 256, 6, 16), {}), TreePattern::random);
+  few_nodes.spec.mask.window_left = 65, few_nodes.spec.score.sinks = true;
+  few_nodes.requests.push_back({8, 200, 5});  // whose windows begin on both sides of where a tile does
+  as_nodes(add_few("nodes_few_bytes", gpu::kDecode, spec(DType::f16, DType::fp8_e4m3, 272, 256, 10, 1), {}), TreePattern::binary)
+      .spec.score = {.soft_cap = 20.f, .alibi = true};
+  as_nodes(add_few("nodes_few_records", gpu::kVerify, records(DType::bf16, 20, 64), {}), TreePattern::random).requests = {{5, 129, 0}};
+  Case& tile_nodes = as_nodes(add_tiles("nodes_latent", spec(DType::f16, DType::f16, 272, 256, 10, 16), {}), TreePattern::forest);
+  tile_nodes.spec.mask.window_left = 65, tile_nodes.spec.score.soft_cap = 20.f, tile_nodes.requests.push_back({8, 200, 5});
+  for (const auto& [name, text] : {std::pair{"nodes_latent_tiles", Text::latent}, {"nodes_spread", Text::latent_spread}}) {
+    Case& c = as_nodes(add_tiles(name, spec(DType::bf16, DType::bf16, 320, 256, 72, 16), {}, text), TreePattern::random);
+    c.requests = {{4, 140, 0}, {0, 0, 2}, {3, 66, 1}}, c.out_dtype = DType::bf16;
+  }
+  as_nodes(add_tiles("nodes_pair", spec(DType::bf16, DType::bf16, 320, 256, 16, 16), {}, Text::latent_pair), TreePattern::random);
   return all;
 }
 
