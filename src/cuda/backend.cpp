@@ -176,7 +176,7 @@ RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regim
     return {.entry = "attention_sm90_decode",
             .tile = {.rows = tiles->rows,
                      .keys = tiles->keys,
-                     .runs = spec.mask_mod.empty(),  // an item has stretches or pieces
+                     .runs = true,
                      .most_in_run = attention_sm90_decode_most_in_run(spec, *tiles),
                      .blocks = tiles->blocks,
                      .blocks_each = shares_pace ? tiles->blocks : 1},
