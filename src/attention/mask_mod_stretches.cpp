@@ -73,10 +73,8 @@ void MaskModTiles::give_stretches(size_t room, Schedule& list) const {
       details.stretches.resize(first);
       continue;
     }
-    details.items.push_back({.kv_head = -1,
-                             .first_stretch = int(first),
-                             .num_stretches = int(details.stretches.size() - first),
-                             .piece = item.piece});
+    details.items.push_back(
+        {.kv_head = -1, .first_stretch = int(first), .num_stretches = int(details.stretches.size() - first), .piece = item.piece});
     item.piece = ~int(details.items.size() - 1);
   }
   if (!details.items.empty()) order_items(list);

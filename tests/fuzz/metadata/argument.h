@@ -120,7 +120,8 @@ struct PackedMask {
   void add(int64_t queries, int64_t keys, Random& random) {
     if (starts.given) bytes.resize(bytes.size() + size_t(random.between(0, 2)));
     starts.values.push_back(int32_t(bytes.size()));
-    for (int64_t i = 0; i < (queries * keys + 7) / 8; ++i) bytes.push_back(random.one_in(3) ? static_cast<unsigned char>(random.bits()) : 0xff);
+    for (int64_t i = 0; i < (queries * keys + 7) / 8; ++i)
+      bytes.push_back(random.one_in(3) ? static_cast<unsigned char>(random.bits()) : 0xff);
   }
   void end(Argument& mask) {
     starts.values.push_back(int32_t(bytes.size()));
