@@ -98,6 +98,8 @@ class Struct {
 
 // Host numbers behind a plain pointer.
 struct Numbers {
+  Numbers() = default;
+  explicit Numbers(bool is_given) : given(is_given) {}
   std::vector<int32_t> values;
   bool given = true;
   const int32_t* make() {
@@ -114,7 +116,7 @@ struct Numbers {
 // A custom mask as bits, and where the requests begin in it: with gaps, or, where `starts` is not given, one after the other.
 struct PackedMask {
   std::vector<unsigned char> bytes;
-  Numbers starts;
+  Numbers starts{false};
 
   // Called for each request in turn.
   void add(int64_t queries, int64_t keys, Random& random) {

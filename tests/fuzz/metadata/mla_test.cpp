@@ -20,9 +20,9 @@ struct LatentProblem {
   Struct<imbrex_plan_options> options;
   Struct<imbrex_batch> batch;
   Numbers starts, lens;
-  Numbers parents{.values = {}, .given = false}, drafts{.values = {}, .given = false};  // of a tree
+  Numbers parents{false}, drafts{false};  // of a tree
   Argument block_table, slot_mapping, custom_mask, packed_mask;
-  PackedMask bits{.bytes = {}, .starts = {.values = {}, .given = false}};  // of packed_mask
+  PackedMask bits;  // of packed_mask
   Struct<imbrex_kv_cache> kv;
   Argument k_cache, k_rope, k_scale, k_rope_scale, latents, rope;
   Struct<imbrex_mla_inputs> inputs;

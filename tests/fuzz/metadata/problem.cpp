@@ -72,7 +72,8 @@ void add_batch(Problem& p, Random& random, int64_t& num_blocks) {
   std::vector<int32_t> indptr{0}, last, rows{int32_t(random.between(0, 3))};
   int64_t mask_bytes = 0, widest = 1;
   const bool packs = f.custom_mask && random.one_in(2);
-  p.bits = {.bytes = {}, .starts = {.values = {}, .given = packs && random.one_in(2)}};
+  p.bits = {};
+  p.bits.starts.given = packs && random.one_in(2);
   for (size_t r = 0; r < reqs; ++r) {
     const auto q_len = int32_t(random.one_in(3) ? random.between(0, 12) : 1);
     const auto len = int32_t(q_len + (random.one_in(2) ? random.between(0, 60) : 0));

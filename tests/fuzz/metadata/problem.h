@@ -30,7 +30,7 @@ struct Problem {
   Numbers starts, lens, positions;
   int32_t first_position = 3;  // of the first query, where the spec has positions
   Argument block_table, kv_indptr, kv_indices, kv_last_page_len, kv_start_loc, slot_mapping, custom_mask, packed_mask;
-  PackedMask bits{.bytes = {}, .starts = {.values = {}, .given = false}};  // of packed_mask
+  PackedMask bits;  // of packed_mask
 
   Struct<imbrex_kv_cache> kv;
   Argument k_cache, v_cache, k_scale, v_scale, k_rope, k_rope_scale;
