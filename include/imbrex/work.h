@@ -10,7 +10,7 @@ struct WorkItem {
   int kv_begin, kv_end;  // keys, counted within the table's request; kv_begin is a multiple of the policy's tile_kv
   int partial;           // first row of the partial buffers (row of the first query; the others follow); -1: write the output
   int merge = -1;        // which of the list's merges joins the partial result; -1: none, or several
-  int piece = 0;         // keys of each piece of a run, the last one's may be fewer; 0: one piece; below 0: one with details, number ~piece
+  int piece = 0;         // keys of each piece of a run, the last one's may be fewer; 0: one piece; below 0: it has details, number ~piece
 };
 // Kernels may load an item as two times 16 bytes. It has no alignas(16): with that, the registers of the prefill kernel spill.
 static_assert(sizeof(WorkItem) == 32);
@@ -19,6 +19,7 @@ static_assert(sizeof(WorkItem) == 32);
 struct ItemDetails {
   int kv_head;                       // the only one that it is for; -1: it is for every one
   int first_stretch, num_stretches;  // of the list's stretches, in rising order: the keys that are computed; num_stretches -1: all of them
+  int piece = 0;                     // of an item that is a run: keys of each piece, as in WorkItem
 };
 struct KeyStretch {
   int begin, end;  // keys, counted as those of an item; begin is a multiple of the policy's tile_kv

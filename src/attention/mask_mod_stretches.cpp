@@ -73,8 +73,9 @@ void MaskModTiles::give_stretches(size_t room, Schedule& list) const {
       details.stretches.resize(first);
       continue;
     }
-    item.piece = ~int(details.items.size());
-    details.items.push_back({.kv_head = -1, .first_stretch = int(first), .num_stretches = int(details.stretches.size() - first)});
+    details.items.push_back(
+        {.kv_head = -1, .first_stretch = int(first), .num_stretches = int(details.stretches.size() - first), .piece = item.piece});
+    item.piece = ~int(details.items.size() - 1);
   }
   if (!details.items.empty()) order_items(list);
 }

@@ -21,7 +21,7 @@ class MaskModTiles {
   // From the first to the last seen tile of the tile of queries that begins with `query`, for cut(). Empty where no key is seen.
   KeyStretch seen(int request, int query) const;
 
-  // Gives the items of Schedule::work, which are of one piece and begin at multiples of tile_q of their request's queries, stretches of
+  // Gives the items of Schedule::work, which begin at multiples of tile_q of their request's queries, stretches of
   // whole tiles of keys: shown ones are seen by every query of the item in every head. Items whose stretches are not among the first
   // `room` of the list stay as they are.
   void give_stretches(size_t room, Schedule&) const;

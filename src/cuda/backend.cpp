@@ -129,7 +129,7 @@ RegimeKernel sm90_decode_kernel(const AttentionSpec& spec, const AttentionTiles&
   return {.entry = "attention_sm90_decode",
           .tile = {.rows = tiles.rows,
                    .keys = tiles.keys,
-                   .runs = spec.mask_mod.empty(),  // an item has stretches or pieces
+                   .runs = true,
                    .most_in_run = attention_sm90_decode_most_in_run(spec, tiles),
                    .blocks = tiles.blocks,
                    .blocks_each = shares_pace(spec) ? tiles.blocks : 1},

@@ -72,8 +72,7 @@ class Consumer {
     Sums piece, level1, level2, all;  // of the tree of pieces: nodes that are not complete
     piece.clear(0.f), level1.clear(kNoSum), level2.clear(kNoSum), all.clear(kNoSum);
     int pieces = 0;  // that are in them
-    const auto end_piece = [&]() __attribute__((always_inline)) {
-      total_sums(piece);
+    const auto fold_piece = [&]() __attribute__((always_inline)) {
       level1.fold(piece);
       piece.clear(0.f);
       if (++pieces % kPiecesTogether != 0) return;
@@ -83,6 +82,10 @@ class Consumer {
       all.fold(level2);
       level2.clear(kNoSum);
     };
+    const auto end_piece = [&]() __attribute__((always_inline)) {
+      total_sums(piece);
+      fold_piece();
+    };
     ScoreTile s;
     score(scores, tiles.tile(), tiles.is_shown(), 0, s);
     int left = piece_tiles;  // tiles of the piece
@@ -90,16 +93,22 @@ class Consumer {
     for (; tiles.count() < tiles.end(); tiles.next()) {
       meet();
       if (tiles.count() > tiles.first()) add_values(item, tiles.tile_before(), piece);
-      if (left == 0) end_piece(), left = piece_tiles;
+      if constexpr (kMaskMod) {
+        if (tiles.ended_pieces() > 0 && tiles.count() > tiles.first()) total_sums(piece);
+#pragma unroll 1
+        for (int ended = tiles.ended_pieces(); ended > 0; --ended) fold_piece();  // the first has sums, the others no tiles
+      } else {
+        if (left == 0) end_piece(), left = piece_tiles;
+      }
       weigh(scores, s, piece);
       const bool last = tiles.count() + 1 == tiles.end();
-      if (--left == 0 || last) leave_sums(piece);
+      if (kMaskMod ? tiles.ends_piece() : --left == 0 || last) leave_sums(piece);
       if (!last) score(scores, tiles.next_tile(), tiles.next_is_shown(), 1, s);
       odd_ ^= 1;
     }
     meet();
     add_values(item, tiles.tile_before(), piece);
-    if (item.piece == 0) {
+    if (kMaskMod ? !tiles.is_run() : item.piece == 0) {
       total_sums(piece);
       all = piece;
     } else {

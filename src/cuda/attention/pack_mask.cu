@@ -114,8 +114,11 @@ DEVICE void pack(const AttentionParams& p, SharedStorage& shared, int request, i
   }
 }
 
+// Beside a mask_mod: so many thread blocks at a time, by which ptxas counts registers. Left to itself it takes 32 of them, and spills.
+constexpr int kBlocksAtOnce = kMaskMod ? 4 : 0;
+
 // Tasks are those of all requests, one after the other; a thread block takes each gridDim.x-th.
-extern "C" __global__ void __launch_bounds__(kPackMaskThreads) pack_mask(const __grid_constant__ AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(kPackMaskThreads, kBlocksAtOnce) pack_mask(const __grid_constant__ AttentionParams p) {
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   griddep_wait();
   const int num_reqs = p.counts->num_reqs, lane = lane_id();

@@ -81,7 +81,7 @@ class TileWalk<true> {
 };
 
 // The walk of a warp that does one thing with each tile: at least one tile, since an item without keys has a result too. Its tiles are
-// counted from first() to end().
+// counted from first() to end(). Beside a mask_mod it knows where pieces of a run end, some of which may have no tile.
 template <bool stretches>
 class TileStream {
  public:
@@ -94,6 +94,9 @@ class TileStream {
   DEVICE int next_tile() const { return tile_ + 1; }
   DEVICE bool is_shown() const { return false; }
   DEVICE bool next_is_shown() const { return false; }
+  DEVICE bool is_run() const { return false; }  // runs are the caller's matter
+  DEVICE int ended_pieces() const { return 0; }
+  DEVICE bool ends_piece() const { return false; }
   DEVICE void next() { ++tile_; }
 
  private:
@@ -106,6 +109,9 @@ class TileStream<true> {
  public:
   DEVICE TileStream(const AttentionParams& p, const Item& item) : now_(p, item), next_(now_), end_(max(now_.tiles_left(), 1)) {
     next_.next();
+    const int keys = item.piece < 0 ? p.item_details[~item.piece].piece : item.piece;
+    piece_tiles_ = keys > 0 ? keys / kTileKeys : kFar, piece_end_ = item.lo / kTileKeys + piece_tiles_;
+    pass_pieces();
   }
   DEVICE int first() const { return 0; }
   DEVICE int end() const { return end_; }
@@ -120,11 +126,22 @@ class TileStream<true> {
     now_ = next_;
     next_.next();
     ++count_;
+    pass_pieces();
   }
+  DEVICE bool is_run() const { return piece_tiles_ != kFar; }
+  // Pieces that end between the tile before, or the item's beginning, and the tile.
+  DEVICE int ended_pieces() const { return ended_; }
+  // Whether no other tile of the piece follows.
+  DEVICE bool ends_piece() const { return next_.tile >= piece_end_ || count_ + 1 == end_; }
 
  private:
+  DEVICE void pass_pieces() {
+    for (ended_ = 0; now_.tile >= piece_end_; ++ended_) piece_end_ += piece_tiles_;
+  }
+
   StretchPlace now_, next_;
   int end_, count_ = 0, before_ = 0;
+  int piece_tiles_, piece_end_, ended_;  // piece_end_: the tile that the next piece begins with
 };
 
 }  // namespace imbrex::cuda

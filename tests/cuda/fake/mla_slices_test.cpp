@@ -41,6 +41,32 @@ TEST_F(FakeMlaCalls, SlicesOfWholeRequestsChangeNoBit) {
   }
 }
 
+// Each slice has its own requests' bits of a packed mask, wherever the batch says that these begin.
+TEST_F(FakeMlaCalls, SlicesFindTheirBitsOfAPackedMask) {
+  const auto stream = open_stream(device);
+  spec.mask.custom = true;
+  const auto whole = plan(forced(false, 32), options), sliced = plan(forced(false, 32, 20), options);
+  for (const bool gaps : {false, true}) {
+    std::vector<uint8_t> bits;
+    std::vector<int32_t> starts;
+    for (size_t r = 0; r < prompts.lens.size(); ++r) {
+      if (gaps) bits.resize(bits.size() + 3 + r);
+      starts.push_back(int32_t(bits.size()));
+      const int pairs = (prompts.starts[r + 1] - prompts.starts[r]) * prompts.lens[r];
+      for (int i = 0; i < (pairs + 7) / 8; ++i) bits.push_back(uint8_t((i * 73 + int(r) * 31) % 255 | 1));
+    }
+    starts.push_back(int32_t(bits.size()));
+    Batch batch = batch_of(prompts);
+    batch.packed_mask = TensorView::contiguous(bits.data(), DType::u8, {int64_t(bits.size())});
+    if (gaps) batch.mask_indptr = starts;
+    whole->update(batch, stream->get());
+    sliced->update(batch, stream->get());
+    const std::string wanted = results(*whole, *stream);
+    EXPECT_TRUE(results(*sliced, *stream) == wanted) << gaps;
+    EXPECT_NE(sliced->str().find("in 2 slices"), std::string::npos) << sliced->str();
+  }
+}
+
 // All scratch of a plan, that of its plans of attention included, is in one workspace, of a size that is known before: less than 256 MB,
 // whatever a step has.
 TEST_F(FakeMla, AStepOfAnyLengthComputesInAQuarterOfAGigabyte) {

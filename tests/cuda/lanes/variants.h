@@ -54,7 +54,7 @@ struct Variant {
   bool packs_mask() const { return text == Text::wgmma && cuda::reads_mask_bits(c.spec); }
   bool has_wgmma() const { return text == Text::wgmma || text == Text::wgmma_e4m3; }
   bool has_stretches() const { return !c.spec.mask_mod.empty() && !packs_mask(); }
-  bool takes_runs() const { return text != Text::sm80 && !has_stretches(); }
+  bool takes_runs() const { return text != Text::sm80; }
   cuda::Sm90Tiles wgmma_tiles() const {
     return text == Text::wgmma ? cuda::attention_sm90_tiles(c.spec) : cuda::attention_sm90_fp8_tiles(c.spec);
   }
@@ -413,6 +413,10 @@ inline std::vector<Variant> variants() {
   mod_tma.spec.score_mod = parse_expression("float slope[]; score * sigmoid(score) + slope[head] * (kv - q)");
   Case& mod_tma_rows = add_decode("mod_tma_rows", 32, spec(DType::f16, DType::fp8_e4m3, 64, 64, 8, 1));
   mod_tma_rows.spec.mask_mod = parse_expression("kv % 5 != head % 3 & kv > 100 | q == kv");
+  Case& mod_tma_gaps = add_decode("mod_tma_gaps", 32, spec(DType::bf16, DType::bf16, 64, 64, 2, 16));  // pieces that have no tile
+  mod_tma_gaps.requests = {{1, 1500, 0}, {2, 900, 1}, {3, 40, 2}, {4, 1200, 3}};
+  mod_tma_gaps.spec.mask.causal = false;
+  mod_tma_gaps.spec.mask_mod = parse_expression("kv // 64 % 3 == 1 & kv < kv_len - 100 | batch == 1 & kv == 0");
   Case& mod_tma_runs = add_decode("mod_tma_runs", 16, spec(DType::bf16, DType::bf16, 64, 64, 2, 16));
   mod_tma_runs.spec.score_mod = parse_expression("where(kv == 0, score - 1, score - 0.01 * (q - kv))");
   // Rows in two places: bytes whose parts have a scale each, with queries of 16 bits and of bytes; converted, at any strides; values that

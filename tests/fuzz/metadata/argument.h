@@ -1,5 +1,6 @@
 #pragma once
 // Arguments for the C ABI, in memory of exactly the size that they claim: the sanitizer finds an access to the first byte beyond it.
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <memory>
@@ -97,6 +98,8 @@ class Struct {
 
 // Host numbers behind a plain pointer.
 struct Numbers {
+  Numbers() = default;
+  explicit Numbers(bool is_given) : given(is_given) {}
   std::vector<int32_t> values;
   bool given = true;
   const int32_t* make() {
@@ -108,6 +111,30 @@ struct Numbers {
 
  private:
   std::shared_ptr<int32_t> block_;
+};
+
+// A custom mask as bits, and where the requests begin in it: with gaps, or, where `starts` is not given, one after the other.
+struct PackedMask {
+  std::vector<unsigned char> bytes;
+  Numbers starts{false};
+
+  // Called for each request in turn.
+  void add(int64_t queries, int64_t keys, Random& random) {
+    if (starts.given) bytes.resize(bytes.size() + size_t(random.between(0, 2)));
+    starts.values.push_back(int32_t(bytes.size()));
+    for (int64_t i = 0; i < (queries * keys + 7) / 8; ++i)
+      bytes.push_back(random.one_in(3) ? static_cast<unsigned char>(random.bits()) : 0xff);
+  }
+  void end(Argument& mask) {
+    starts.values.push_back(int32_t(bytes.size()));
+    mask.set({1, 8, 1}, {int64_t(bytes.size())}, bytes);
+  }
+  // As long as the number of requests says.
+  const int32_t* make_starts(int32_t reqs) {
+    constexpr int32_t kMost = 400;  // a batch of more is refused before they are looked at
+    if (starts.given) starts.values.resize(size_t(std::clamp(reqs, 0, kMost)) + 1, starts.values.empty() ? 0 : starts.values.back());
+    return starts.make();
+  }
 };
 
 }  // namespace imbrex::test

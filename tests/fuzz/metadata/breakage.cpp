@@ -113,6 +113,11 @@ std::string break_lengths(Problem& p, Random& random) {
     p.starts.values.resize(count + 1, p.starts.values.back()), p.lens.values.resize(count, 1);
     return fmt::format("num_reqs = {}", reqs);
   }
+  if (p.bits.starts.given && random.one_in(4)) {
+    int32_t& start = p.bits.starts.values[size_t(random.between(0, int64_t(p.bits.starts.values.size()) - 1))];
+    start = wrong_int(random, start);
+    return fmt::format("mask_indptr has {}", start);
+  }
   const bool starts = random.one_in(2) || p.lens.values.empty();
   auto& values = starts ? p.starts.values : p.lens.values;
   const auto i = size_t(random.between(0, int64_t(values.size()) - 1));

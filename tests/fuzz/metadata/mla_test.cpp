@@ -20,7 +20,9 @@ struct LatentProblem {
   Struct<imbrex_plan_options> options;
   Struct<imbrex_batch> batch;
   Numbers starts, lens;
-  Argument block_table, slot_mapping, custom_mask;
+  Numbers parents{false}, drafts{false};  // of a tree
+  Argument block_table, slot_mapping, custom_mask, packed_mask;
+  PackedMask bits;  // of packed_mask
   Struct<imbrex_kv_cache> kv;
   Argument k_cache, k_rope, k_scale, k_rope_scale, latents, rope;
   Struct<imbrex_mla_inputs> inputs;
@@ -34,10 +36,11 @@ struct LatentProblem {
     Argument LatentProblem::*argument;
     bool of_batch;  // what it shows has to stay until the next update
   };
-  static const std::array<Named, 14>& arguments() {
-    static const std::array<Named, 14> all{{{"block_table", &LatentProblem::block_table, true},
+  static const std::array<Named, 15>& arguments() {
+    static const std::array<Named, 15> all{{{"block_table", &LatentProblem::block_table, true},
                                             {"slot_mapping", &LatentProblem::slot_mapping, true},
                                             {"custom_mask", &LatentProblem::custom_mask, true},
+                                            {"packed_mask", &LatentProblem::packed_mask, true},
                                             {"kv.k", &LatentProblem::k_cache, false},
                                             {"kv.k_rope", &LatentProblem::k_rope, false},
                                             {"kv.k_scale", &LatentProblem::k_scale, false},
@@ -72,6 +75,13 @@ struct LatentProblem {
     imbrex_batch& b = batch.value;
     b.query_start_loc = starts.make(), b.seq_lens = lens.make();
     b.block_table = block_table.tensor(), b.slot_mapping = slot_mapping.tensor(), b.custom_mask = custom_mask.tensor();
+    b.packed_mask = packed_mask.tensor(), b.mask_indptr = bits.make_starts(b.num_reqs);
+    // As long as the last start and the number of requests say; a longer step is refused before they are looked at.
+    constexpr int32_t kMost = 1 << 12;
+    const int32_t tokens = starts.values.empty() ? 0 : starts.values.back();
+    if (parents.given) parents.values.resize(size_t(std::clamp(tokens, 0, kMost)), -1);
+    if (drafts.given) drafts.values.resize(size_t(std::clamp(b.num_reqs, 0, kMost)), 0);
+    b.draft_parents = parents.make(), b.num_drafts = drafts.make();
     return imbrex_plan_update(plan, batch.make(), nullptr);
   }
   std::vector<unsigned char> written() const {
@@ -106,6 +116,7 @@ LatentProblem right_latents(Random& random) {
   f.v_dim = int32_t(8 * random.between(1, 2)), f.dtype = f.kv_dtype = IMBREX_F32, f.block_size = kLatentBlock;
   if (random.one_in(3)) f.kv_lora_rank = 128, f.qk_nope_dim = f.v_dim = 8;  // which many queries have expanded
   f.sinks = random.one_in(3), f.absorbed = random.one_in(4), f.custom_mask = random.one_in(5);
+  f.tree = !f.custom_mask && random.one_in(4);
   if (f.qk_rope_dim > 0 && random.one_in(3)) f.kv_format = IMBREX_KV_LATENT_ROPE;
   if (random.one_in(5)) f.window_left = int32_t(random.between(0, 20));
   p.options.value.max_num_reqs = 6, p.options.value.max_num_tokens = 192, p.options.value.max_seq_len = 200;
@@ -117,6 +128,9 @@ LatentProblem right_latents(Random& random) {
   std::iota(order.begin(), order.end(), 0);
   for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[size_t(random.between(0, int64_t(i) - 1))]);
   int64_t mask_bytes = 0;
+  const bool packs = f.custom_mask && random.one_in(2);
+  p.bits.starts.given = packs && random.one_in(2);
+  p.parents.given = f.tree && !random.one_in(4), p.drafts.given = p.parents.given && random.one_in(2);
   p.starts.values = {0};
   for (int r = 0; r < reqs; ++r) {
     const int q_len = int(random.one_in(3) ? random.between(8, 36) : random.between(0, 3)), past = int(random.between(q_len == 0, 60));
@@ -125,11 +139,16 @@ LatentProblem right_latents(Random& random) {
       slots.push_back(random.one_in(9) ? -1 : int64_t(table[size_t(r * columns + j / kLatentBlock)]) * kLatentBlock + j % kLatentBlock);
     p.starts.values.push_back(p.starts.values.back() + q_len), p.lens.values.push_back(past + q_len);
     mask_bytes += int64_t(q_len) * (past + q_len);
+    if (packs) p.bits.add(q_len, past + q_len, random);
+    p.drafts.values.push_back(int32_t(random.between(0, q_len)));
+    for (int t = 0, certain = p.drafts.given ? q_len - p.drafts.values.back() : 0; t < q_len; ++t)
+      p.parents.values.push_back(int32_t(random.between(t < certain ? -5 : std::max(certain - 1, -1), t < certain ? 5 : t - 1)));
   }
   p.batch.value.num_reqs = reqs;
   p.block_table.set_numbers(kInt, {reqs, columns}, table);
   p.slot_mapping.set_numbers(kLong, {int64_t(slots.size())}, slots);
-  if (f.custom_mask) p.custom_mask.set({1, 8, 1}, {mask_bytes}, std::vector<unsigned char>(size_t(mask_bytes), 1));
+  if (packs) p.bits.end(p.packed_mask);
+  if (f.custom_mask && !packs) p.custom_mask.set({1, 8, 1}, {mask_bytes}, std::vector<unsigned char>(size_t(mask_bytes), 1));
 
   const auto set = [&](Argument& a, std::vector<int64_t> shape) {
     std::vector<float> numbers(size_t(std::accumulate(shape.begin(), shape.end(), int64_t(1), std::multiplies<>())));
@@ -186,12 +205,14 @@ std::string break_once(BrokenLatents& b, Random& random) {
       return fmt::format("num_reqs = {}", reqs);
     }
     case 4: {
-      Numbers& list = random.one_in(2) ? p.starts : p.lens;
+      Numbers* const lists[] = {&p.starts, &p.lens, &p.parents, &p.drafts, &p.bits.starts};
+      Numbers& list = *random.pick(lists);
       if (random.one_in(8)) return list.given = !list.given, fmt::format("a list is {}", list.given ? "given" : "NULL");
       if (list.values.empty()) return "";
       int32_t& number = list.values[size_t(random.between(0, int64_t(list.values.size()) - 1))];
       number = wrong_int(random, number);
-      return fmt::format("{} has {}", &list == &p.starts ? "starts" : "lens", number);
+      constexpr const char* kNames[] = {"starts", "lens", "parents", "drafts", "mask_indptr"};
+      return fmt::format("{} has {}", kNames[std::ranges::find(lists, &list) - lists], number);
     }
     case 5: {
       p.calls.resize(size_t(random.between(1, 5)));

@@ -71,12 +71,16 @@ void add_batch(Problem& p, Random& random, int64_t& num_blocks) {
   p.starts.values.assign(1, 0), p.lens.values.clear();
   std::vector<int32_t> indptr{0}, last, rows{int32_t(random.between(0, 3))};
   int64_t mask_bytes = 0, widest = 1;
+  const bool packs = f.custom_mask && random.one_in(2);
+  p.bits = {};
+  p.bits.starts.given = packs && random.one_in(2);
   for (size_t r = 0; r < reqs; ++r) {
     const auto q_len = int32_t(random.one_in(3) ? random.between(0, 12) : 1);
     const auto len = int32_t(q_len + (random.one_in(2) ? random.between(0, 60) : 0));
     p.starts.values.push_back(p.starts.values.back() + q_len), p.lens.values.push_back(len);
     rows.push_back(rows.back() + len);
     mask_bytes += int64_t(q_len) * len;
+    if (packs) p.bits.add(q_len, len, random);
     if (f.block_size == 0) continue;
     indptr.push_back(indptr.back() + (len + f.block_size - 1) / f.block_size);
     last.push_back(len == 0 ? 0 : (len - 1) % f.block_size + 1);
@@ -84,7 +88,8 @@ void add_batch(Problem& p, Random& random, int64_t& num_blocks) {
   }
   const int64_t tokens = p.starts.values.back();
   const auto signed_reqs = int64_t(reqs);
-  if (f.custom_mask) {
+  if (packs) p.bits.end(p.packed_mask);
+  if (f.custom_mask && !packs) {
     std::vector<unsigned char> mask(static_cast<size_t>(mask_bytes));
     for (auto& m : mask) m = random.one_in(3) ? 0 : 1;
     p.custom_mask.set({1, 8, 1}, {mask_bytes}, mask);
@@ -169,14 +174,15 @@ void add_tensors(Problem& p, Random& random, int64_t num_blocks) {
 
 }  // namespace
 
-const std::array<Problem::Named, 23>& Problem::arguments() {
-  static const std::array<Named, 23> all{{{"block_table", &Problem::block_table, true, true},
+const std::array<Problem::Named, 24>& Problem::arguments() {
+  static const std::array<Named, 24> all{{{"block_table", &Problem::block_table, true, true},
                                           {"kv_indptr", &Problem::kv_indptr, true, true},
                                           {"kv_indices", &Problem::kv_indices, true, true},
                                           {"kv_last_page_len", &Problem::kv_last_page_len, true, true},
                                           {"kv_start_loc", &Problem::kv_start_loc, true, true},
                                           {"slot_mapping", &Problem::slot_mapping, true, true},
                                           {"custom_mask", &Problem::custom_mask, false, true},
+                                          {"packed_mask", &Problem::packed_mask, false, true},
                                           {"kv.k", &Problem::k_cache, false, false},
                                           {"kv.v", &Problem::v_cache, false, false},
                                           {"kv.k_scale", &Problem::k_scale, false, false},
@@ -207,6 +213,7 @@ imbrex_status Problem::update(imbrex_plan* plan) {
   b.block_table = block_table.tensor(), b.kv_indptr = kv_indptr.tensor(), b.kv_indices = kv_indices.tensor();
   b.kv_last_page_len = kv_last_page_len.tensor(), b.kv_start_loc = kv_start_loc.tensor();
   b.slot_mapping = slot_mapping.tensor(), b.custom_mask = custom_mask.tensor();
+  b.packed_mask = packed_mask.tensor(), b.mask_indptr = bits.make_starts(b.num_reqs);
   // As long as the last start says, whatever that is; a step of so many tokens is refused before they are looked at.
   constexpr int32_t kMost = 1 << 20;
   const int32_t tokens = starts.values.empty() ? 0 : std::clamp(starts.values.back(), 0, kMost);

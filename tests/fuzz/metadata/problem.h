@@ -29,7 +29,8 @@ struct Problem {
   Struct<imbrex_batch> batch;
   Numbers starts, lens, positions;
   int32_t first_position = 3;  // of the first query, where the spec has positions
-  Argument block_table, kv_indptr, kv_indices, kv_last_page_len, kv_start_loc, slot_mapping, custom_mask;
+  Argument block_table, kv_indptr, kv_indices, kv_last_page_len, kv_start_loc, slot_mapping, custom_mask, packed_mask;
+  PackedMask bits;  // of packed_mask
 
   Struct<imbrex_kv_cache> kv;
   Argument k_cache, v_cache, k_scale, v_scale, k_rope, k_rope_scale;
@@ -46,7 +47,7 @@ struct Problem {
     bool is_index;  // its numbers say where something lies
     bool of_batch;  // what it shows has to stay until the next update
   };
-  static const std::array<Named, 23>& arguments();
+  static const std::array<Named, 24>& arguments();
 
   bool writes() const { return slot_mapping.given; }
   void make_memory(bool of_batch = true);  // fresh, of everything that is given, or of all but the batch
