@@ -124,30 +124,27 @@ class Backend(AttentionBackend):
         mode = forward_batch.forward_mode
         if not (mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()):
             raise NotImplementedError(f"imbrex: expected a CUDA graph of decoding, verification or a draft's extend in SGLang, got {mode.name}")
-        if not self._plans_in_graph(mode):
-            self._begin(forward_batch, graph=True)
-            self._update_captured()
-
-    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Plans a draft's extend, of which SGLang's runners keep every input at one address; for other steps the captured kernels read the memory of
-        plans that are updated before each replay."""
-        if self._plans_in_graph(forward_batch.forward_mode):
-            self._begin(forward_batch, graph=True)
-            self._update_captured()
-
-    def _plans_in_graph(self, mode: Any) -> bool:
-        return self.on_device and mode.is_draft_extend_v2()
-
-    def draft_extend_metadata_captured_in_graph(self) -> bool:
-        return self.on_device
-
-    def _update_captured(self) -> None:
+        if self._plans_in_graph(mode):
+            return
+        self._begin(forward_batch, graph=True)
         step = self.forward_metadata
         if step is None:
             return
         for kept in self._captured.values():
             if not kept.plan.spec.custom_mask or step.drafts.mask is not None:
                 self._update(kept, step)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Begins a draft's extend, of which SGLang's runners keep every input at one address: its layers plan it within the graph. In other steps
+        the captured kernels read the memory of plans that are updated before each replay."""
+        if self._plans_in_graph(forward_batch.forward_mode):
+            self._begin(forward_batch, graph=True)
+
+    def _plans_in_graph(self, mode: Any) -> bool:
+        return self.on_device and mode.is_draft_extend_v2()
+
+    def draft_extend_metadata_captured_in_graph(self) -> bool:
+        return self.on_device
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         columns = -(-self.max_keys // self.page_size)
@@ -224,12 +221,9 @@ class Backend(AttentionBackend):
         self.forward_metadata = Step(self._num_steps, starts, lens, table, encoder, drafts, prompts, num_tokens, graph, on_device)
 
     def begin_step(self, starts: torch.Tensor, lens: torch.Tensor, table: torch.Tensor, graph: bool) -> None:
-        """Begins a step of one token a request that others have planned, with all arrays of it."""
+        """Begins a step of one token a request with these arrays. Its first layer of each kind plans it, within the graph too where there is one."""
         self._num_steps += 1
-        num_tokens = lens.numel()
-        self.forward_metadata = Step(self._num_steps, starts, lens, table, None, Drafts(), False, num_tokens, graph, self.on_device)
-        if graph:
-            self._update_captured()
+        self.forward_metadata = Step(self._num_steps, starts, lens, table, None, Drafts(), False, lens.numel(), graph, self.on_device)
 
     def _query_lens(self, batch: Any, num_reqs: int) -> Tuple[Any, int]:
         """Query tokens of each request, as one number or int32 [requests], and how many of them seq_lens does not count."""

@@ -64,7 +64,7 @@ class DraftSteps:
             backend.begin_graphs(max_bs * self.topk, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Fills the tables that a graph's plans read; on a CPU also plans its steps."""
+        """Fills the table that a graph's plans read; on a CPU, which has no graphs, also begins the steps."""
         if forward_batch.forward_mode.is_idle():
             return
         lens = self._lens(forward_batch)
@@ -73,7 +73,7 @@ class DraftSteps:
             self._begin(lens, table, graph=True)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Plans the steps of a graph from the lengths that are on the GPU when it is replayed."""
+        """Begins the steps of a graph, whose layers plan them from the lengths that are on the GPU when it is replayed."""
         if self.on_device:
             lens = self._lens(forward_batch)
             self._begin(lens, self._table[: lens.numel() * self.topk], graph=True)
