@@ -12,7 +12,6 @@ from sglang.srt.speculative.spec_utils import resolve_draft_decode_window
 from ..plan import Workspace
 from .backend import Backend, Step
 from .pages import branch_table
-from .verify import Drafts
 
 Tensor = torch.Tensor
 
