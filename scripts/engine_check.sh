@@ -78,6 +78,7 @@ for part in "${parts[@]}"; do
     "${run[@]}" "$scripts/make_models.py" "$base/models" >"$base/$part/models.log" 2>&1 || { tail "$base/$part/models.log" >&2; exit 1; }
     if [ "$part" = sglang ]; then
       PYTHONPATH=$scripts/stand_ins "${run[@]}" "$scripts/sglang_layers.py" "$base/models/llama" 2>"$base/$part/layers.log" | tee "$base/$part/layers.md" || failed+=(layers)
+      PYTHONPATH=$scripts/stand_ins "${run[@]}" "$scripts/sglang_drafts.py" "$base/models/llama" 2>"$base/$part/drafts.log" | tee "$base/$part/drafts.md" || failed+=(drafts)
     fi
     "${run[@]}" "$scripts/check_engine.py" "$part" "$base/models" "$base/$part" || failed+=("$part")
     [ "$part" != vllm ] || "${run[@]}" "$scripts/vllm_features.py" "$base/models" "$base/$part" || failed+=("$part features")

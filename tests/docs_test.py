@@ -24,6 +24,9 @@ FOREIGN_OPTIONS = {
     "--linear-attn-decode-backend",
     "--linear-attn-prefill-backend",
     "--linear-attn-verify-backend",
+    "--speculative-draft-attention-backend",
+    "--speculative-draft-sink-size",
+    "--speculative-eagle-topk",
 }
 
 

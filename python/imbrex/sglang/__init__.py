@@ -59,6 +59,29 @@ def admit_to_models(server_args: Any, previous: Callable[[Any], None]) -> None:
         model_hook.attention_backends_of, model_hook.resolved_view = plain
 
 
+def admit_to_paged_trees(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """SGLang's step for drafts, which refuses EAGLE with a top-k above 1 and pages of more than one token unless the attention backend is in a list of its own."""
+    from sglang.srt.arg_groups import speculative_hook
+
+    plain = tuple(getattr(speculative_hook, name, None) for name in ("_handle_eagle_family", "resolved_view"))
+    if None in plain:  # another SGLang, which may refuse
+        return previous(server_args)
+    family, view = plain
+
+    def family_seen(args: Any) -> None:
+        speculative_hook.resolved_view = lambda of: _SeenAsTriton(view(of))
+        try:
+            family(args)
+        finally:
+            speculative_hook.resolved_view = view
+
+    speculative_hook._handle_eagle_family = family_seen
+    try:
+        previous(server_args)
+    finally:
+        speculative_hook._handle_eagle_family = family
+
+
 def with_linear_kernels(original: Callable[..., Any], runner: Any, full_attn_backend: Any) -> Any:
     """Around the function of SGLang that makes the backend for layers of linear attention: imbrex's kernels where --linear-attn-backend, or that of a phase, names it."""
     from sglang.srt.runtime_context import get_exec
@@ -73,6 +96,13 @@ def with_linear_kernels(original: Callable[..., Any], runner: Any, full_attn_bac
         return original(runner, full_attn_backend)
 
 
+def with_own_draft_backends(*args: Any, **kwargs: Any) -> Any:
+    """Around the function of SGLang that makes the backends of a draft worker's steps."""
+    from .draft_workers import with_own_draft_backends
+
+    return with_own_draft_backends(*args, **kwargs)
+
+
 def register() -> None:
     """Names imbrex to SGLang's arguments and its registry of attention backends; any number of times. ImportError without SGLang.
 
@@ -84,16 +114,22 @@ def register() -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
         from sglang.srt.server_args import (
             ATTENTION_BACKEND_CHOICES,
+            DRAFT_ATTENTION_BACKEND_CHOICES,
             LINEAR_ATTN_KERNEL_BACKEND_CHOICES,
             add_attention_backend_choices,
+            add_draft_attention_backend_choices,
             add_linear_attn_kernel_backend_choices,
         )
     except ImportError as error:
         raise ImportError(f"imbrex.sglang.register() needs SGLang {' or '.join(WRITTEN_FOR)}, which cannot be imported: {error}") from error
     if NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([NAME])
+    if NAME not in DRAFT_ATTENTION_BACKEND_CHOICES:
+        add_draft_attention_backend_choices([NAME])
+        HookRegistry.register("sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend", with_own_draft_backends, HookType.AROUND)
     if NAME not in ATTENTION_BACKENDS:
         register_resolution_hook("handle_model_specific_adjustments")(admit_to_models)
+        register_resolution_hook("handle_speculative_decoding")(admit_to_paged_trees)
     register_attention_backend(NAME)(_make)
     if NAME not in LINEAR_ATTN_KERNEL_BACKEND_CHOICES:
         add_linear_attn_kernel_backend_choices([NAME])

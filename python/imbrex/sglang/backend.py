@@ -8,7 +8,7 @@ import sglang
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_spec
 
 from .. import _core
 from .._plan_cache import Kept, Limits, PlanCache
@@ -96,13 +96,13 @@ class Backend(AttentionBackend):
         self._graph_encoder_table: Optional[torch.Tensor] = None
         self._graph_mask: Optional[torch.Tensor] = None
         self._num_steps = 0
+        self._glued = False  # whether tables are as wide as the longest request that may come
         self._checked = set()
         self._slot_check = SlotCheck(self.page_size) if self.settings.validate and self.page_size > 1 else None
 
     @staticmethod
     def _refuse(runner: Any) -> None:
         for what, found in (
-            ("a draft worker: --speculative-draft-attention-backend", runner.is_draft_worker),
             ("decode context parallelism", get_parallel().attn_dcp_size > 1),
             ("a unified memory pool, whose slots are translated", runner.kv_index_translator.is_translating),
         ):
@@ -122,8 +122,10 @@ class Backend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Plans a step of a graph, before it is captured and before each replay. A graph holds only the layers."""
         mode = forward_batch.forward_mode
-        if not (mode.is_decode_or_idle() or mode.is_target_verify()):
-            raise NotImplementedError(f"imbrex: expected a CUDA graph of decoding or verification in SGLang, got {mode.name}")
+        if not (mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()):
+            raise NotImplementedError(f"imbrex: expected a CUDA graph of decoding, verification or a draft's extend in SGLang, got {mode.name}")
+        if self._plans_in_graph(mode):
+            return
         self._begin(forward_batch, graph=True)
         step = self.forward_metadata
         if step is None:
@@ -133,14 +135,42 @@ class Backend(AttentionBackend):
                 self._update(kept, step)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Does nothing: the captured kernels read the plans' memory."""
+        """Begins a draft's extend, of which SGLang's runners keep every input at one address: its layers plan it within the graph. In other steps
+        the captured kernels read the memory of plans that are updated before each replay."""
+        if self._plans_in_graph(forward_batch.forward_mode):
+            self._begin(forward_batch, graph=True)
+
+    def _plans_in_graph(self, mode: Any) -> bool:
+        return self.on_device and mode.is_draft_extend_v2()
+
+    def draft_extend_metadata_captured_in_graph(self) -> bool:
+        return self.on_device
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         columns = -(-self.max_keys // self.page_size)
-        self._graph_room = (max_bs, max_num_tokens)
         self._graph_table, self._graph_encoder_table = (torch.zeros((max_bs, columns), dtype=torch.int32, device=self.device) for _ in range(2))
+        self.begin_graphs(max_bs, max_num_tokens)
+
+    def begin_graphs(self, max_bs: int, max_num_tokens: int) -> None:
+        """Before graphs are captured: those of before are no longer replayed."""
+        self._graph_room = (max_bs, max_num_tokens)
         self._graph_mask = None
         self._captured = {}
+
+    def glue_target_verify_metadata(self) -> str:
+        return self._glue()
+
+    def glue_draft_metadata(self) -> str:
+        return self._glue()
+
+    def _glue(self) -> str:
+        """Why SGLang may not capture what comes before a replay too (its glue graph); empty where it may."""
+        if not self.on_device:
+            return "imbrex plans from lengths on the host"
+        if (get_spec().speculative_eagle_topk or 1) > 1:
+            return "links between the drafts of a tree are new tensors in each step"
+        self._glued = True
+        return ""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1  # a row of padding has one token, which is its own key, in slot 0
@@ -166,6 +196,8 @@ class Backend(AttentionBackend):
             raise ValueError('imbrex: expected lengths on the host, got none: the setting on_device "always" does without')
         lens = batch.seq_lens[:num_reqs].to(torch.int32) if on_device else host
         lens = lens + ahead if ahead else lens
+        if graph and mode.is_draft_extend_v2():
+            lens = lens.clamp(min=query_lens)  # of padding, which is a token long
         starts = torch.zeros(num_reqs + 1, dtype=torch.int32, device=lens.device)
         if isinstance(query_lens, int):
             starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=lens.device) * query_lens
@@ -173,30 +205,40 @@ class Backend(AttentionBackend):
         else:
             starts[1:] = query_lens.to(lens.device).cumsum(0)
             num_tokens = int(batch.extend_num_tokens) if on_device else int(starts[-1])
-        known = getattr(batch, "max_seq_len_host", None)
+        known = None if self._glued or self._plans_in_graph(mode) else getattr(batch, "max_seq_len_host", None)
         longest = int(lens.max()) if not on_device and num_reqs else self.max_keys if known is None else known + ahead
         out = self._graph_table if graph else None
         rows = batch.req_pool_indices[:num_reqs]
         encoder = None if batch.encoder_lens is None else self._encoder(batch, rows, graph, on_device)
         behind = None if encoder is None else batch.encoder_lens[:num_reqs]
         table = block_table(self.req_to_token, rows, min(longest, self.max_keys), self.page_size, out, behind)
-        looked_at = not (graph or on_device or mode.is_target_verify() or (mode.is_decode() and self.device_text != "cpu"))
+        drafted = mode.is_target_verify() or mode.is_draft_extend_v2()
+        looked_at = not (graph or on_device or drafted or (mode.is_decode() and self.device_text != "cpu"))
         if self._slot_check is not None and looked_at:
             self._slot_check(table, starts, lens, batch.out_cache_loc)
         drafts = self._drafts(batch, graph, None if on_device else lens) if mode.is_target_verify() else Drafts()
         prompts = mode.is_extend() and not mode.is_target_verify()
         self.forward_metadata = Step(self._num_steps, starts, lens, table, encoder, drafts, prompts, num_tokens, graph, on_device)
 
+    def begin_step(self, starts: torch.Tensor, lens: torch.Tensor, table: torch.Tensor, graph: bool) -> None:
+        """Begins a step of one token a request with these arrays. Its first layer of each kind plans it, within the graph too where there is one."""
+        self._num_steps += 1
+        self.forward_metadata = Step(self._num_steps, starts, lens, table, None, Drafts(), False, lens.numel(), graph, self.on_device)
+
     def _query_lens(self, batch: Any, num_reqs: int) -> Tuple[Any, int]:
         """Query tokens of each request, as one number or int32 [requests], and how many of them seq_lens does not count."""
         mode = batch.forward_mode
         if mode.is_decode():
             if batch.spec_info is not None:
-                raise NotImplementedError("imbrex does not have this in SGLang: decoding of draft tokens")
+                raise NotImplementedError("imbrex does not have this in SGLang: decoding of draft tokens over the target's cache (FROZEN_KV_MTP)")
             return 1, 0
         if mode.is_target_verify():
             return batch.spec_info.draft_token_num, batch.spec_info.draft_token_num
-        if mode.is_dllm_extend() or mode.is_draft_extend_v2() or not mode.is_extend():
+        if mode.is_draft_extend_v2():
+            if batch.spec_info.num_front_tokens:
+                raise NotImplementedError("imbrex: expected no tokens in front of a draft's extend in SGLang: SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX=0")
+            return batch.spec_info.num_tokens_per_req, 0
+        if mode.is_dllm_extend() or not mode.is_extend():
             raise NotImplementedError(f"imbrex: expected a step to extend, decode, mix or verify, got {mode.name}")
         if batch.extend_seq_lens_cpu is not None:
             return torch.as_tensor(batch.extend_seq_lens_cpu, dtype=torch.int32, device="cpu"), 0
@@ -205,7 +247,8 @@ class Backend(AttentionBackend):
     def _host_lens(self, batch: Any, num_reqs: int, query_lens: Any) -> Optional[torch.Tensor]:
         lens = batch.seq_lens if self.device_text == "cpu" else batch.seq_lens_cpu
         known = lens is not None and (isinstance(query_lens, int) or query_lens.device.type == "cpu")
-        if not known or self.on_device and (self.settings.on_device == "always" or batch.forward_mode.is_target_verify()):
+        drafted = batch.forward_mode.is_target_verify() or batch.forward_mode.is_draft_extend_v2()
+        if not known or self.on_device and (self.settings.on_device == "always" or drafted):
             return None
         return torch.as_tensor(lens, device="cpu")[:num_reqs].to(torch.int32)
 

@@ -110,6 +110,38 @@ def block_table(req_to_token: torch.Tensor, rows: torch.Tensor, num_keys: int, p
     else:
         columns = torch.arange(max(1, num_keys), device=rows.device) + behind.long()[:, None]
         table = req_to_token[rows.long()[:, None], columns.clamp(max=req_to_token.shape[1] - 1)]
+    return _pages_of_slots(table, page_size, out)
+
+
+def branch_table(
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    lens: torch.Tensor,
+    num_keys: int,
+    page_size: int,
+    topk: int,
+    num_steps: int,
+    out: Any = None,
+) -> torch.Tensor:
+    """int32 [requests * topk, pages] for num_keys keys of each branch of drafts; into a part of `out` where that is given.
+
+    lens: committed tokens of each request. Its row goes on with the slots of a branch's drafts, branch after branch. With pages of more than one
+    token those of a branch begin with a copy of the committed tokens that are in the last page, so that they are whole pages.
+    """
+    if topk == 1:
+        return block_table(req_to_token, rows, num_keys, page_size, out)
+    lens = lens.to(rows.device)
+    whole = (lens // page_size)[:, None, None]
+    own_pages = (lens % page_size + num_steps + page_size - 1)[:, None, None] // page_size
+    columns = torch.arange(-(-max(1, num_keys) // page_size), device=rows.device)
+    branches = torch.arange(topk, device=rows.device)[:, None]
+    places = (columns + (columns >= whole) * branches * own_pages) * page_size
+    table = req_to_token[rows.long()[:, None, None], places.clamp(max=req_to_token.shape[1] - 1)].flatten(0, 1)
+    return _pages_of_slots(table, page_size, out)
+
+
+def _pages_of_slots(table: torch.Tensor, page_size: int, out: Any) -> torch.Tensor:
+    """Of a table of the first slot in each page."""
     if page_size > 1:
         table = table // page_size
     if out is None:

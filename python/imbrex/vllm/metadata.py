@@ -1,6 +1,6 @@
 """A step of vLLM's scheduler, planned once for the layers of a group."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable, ClassVar, Dict, List, Optional, Tuple
 
 import torch
@@ -45,6 +45,7 @@ class Metadata(AttentionMetadata):
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     causal: bool = True
+    arrays: Dict[str, Any] = field(default_factory=dict)  # that the plans' masks want besides those of every step
     image_plans: Optional[Dict[Tuple, Plan]] = None  # of a step with images
     mm_prefix_query_range_tensor: Optional[torch.Tensor] = None  # vLLM's Gemma 4 takes it away where layers see images as they see text
 
@@ -77,7 +78,7 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
         if inexact and self.settings.on_device == "never":
             raise ValueError('imbrex: expected on_device "auto" or "always" with speculative decoding on a GPU, got "never"')
         self.on_device = inexact or (self.settings.on_device == "always" and self.device_text != "cpu")
-        self.supports_draft_decode_metadata_update = self.on_device
+        self.supports_draft_decode_metadata_update = self.on_device or self.device_text == "cpu"
         self.rswa_window: Optional[int] = getattr(vllm_config.model_config, "rswa_window", None)
         has_images = getattr(vllm_config.model_config, "is_mm_prefix_lm", False)
         for name, asked in (("R-SWA", self.rswa_window is not None), ("multimodal prefixes", has_images)):
@@ -195,11 +196,11 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
         if not self._checked:
             self._self_check()
         plans, arrays = self._plans_of_step(cam)
-        metadata = Metadata(**self._step_of(cam), plans=plans, causal=self.decodes and cam.causal is True)
+        metadata = Metadata(**self._step_of(cam), plans=plans, causal=self.decodes and cam.causal is True, arrays=arrays)
         if self.on_device:
             self._update_on_device(metadata)
         else:
-            self._update(metadata, cam, **arrays)
+            self._update(metadata, *self._on_host(cam))
             self._add_images(metadata, cam)
         return metadata
 
@@ -233,7 +234,7 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
         """Plans of the step's queries where some of them see an image in both directions."""
         if not cam.mm_req_doc_ranges or not self.decodes or cam.causal is not True:
             return
-        starts, lengths = cam.query_start_loc_cpu[: cam.num_reqs + 1], self._lengths(cam)
+        starts, lengths = self._on_host(cam)
         arrays = masks.image_arrays(cam.mm_req_doc_ranges, starts, lengths)
         if arrays is None:
             return
@@ -270,6 +271,9 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
             slot_mapping=cam.slot_mapping,
         )
 
+    def _on_host(self, cam: CommonAttentionMetadata) -> Tuple[torch.Tensor, torch.Tensor]:
+        return cam.query_start_loc_cpu[: cam.num_reqs + 1], self._lengths(cam)
+
     def _lengths(self, cam: CommonAttentionMetadata) -> torch.Tensor:
         """Keys of each request, as the host knows them."""
         lengths = cam.seq_lens if self.device_text == "cpu" else cam.seq_lens_cpu_upper_bound
@@ -277,13 +281,13 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
             raise ValueError('imbrex: expected seq_lens_cpu_upper_bound, got none; the setting on_device "always" does without')
         return lengths[: cam.num_reqs]
 
-    def _update(self, metadata: Metadata, cam: CommonAttentionMetadata, **arrays: Any) -> None:
-        starts, lengths = cam.query_start_loc_cpu[: cam.num_reqs + 1], self._lengths(cam)
+    def _update(self, metadata: Metadata, starts: torch.Tensor, lengths: torch.Tensor) -> None:
+        """starts and lengths are on the host."""
         for plan in metadata.plans.values():
             if plan.spec.block_size == 0:
                 plan.update(starts, starts.diff(), kv_start_loc=metadata.query_start_loc)
             else:
-                plan.update(starts, lengths, block_table=metadata.block_table, **self._slots(metadata), **arrays)
+                plan.update(starts, lengths, block_table=metadata.block_table, **self._slots(metadata), **metadata.arrays)
 
     def _slots(self, metadata: Metadata) -> Dict[str, torch.Tensor]:
         """Where the plans write new keys; those of an encoder are not in the plans' step."""
@@ -304,10 +308,12 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
                 )
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
-        """Plans the step again with the lengths that are now on the GPU; may be captured."""
-        if not self.on_device:
+        """Plans a step of drafts again with the lengths and slots that its tensors have by now. On a GPU a graph may hold it; a CPU has no graphs."""
+        if self.on_device:
+            return self._update_on_device(metadata)
+        if self.device_text != "cpu":
             raise NotImplementedError('imbrex: expected the setting on_device "always" to plan within a graph, got plans of the host')
-        self._update_on_device(metadata)
+        self._update(metadata, metadata.query_start_loc, metadata.seq_lens)
 
     def _self_check(self) -> None:
         """Checks every layer that has pages of its own, once the engine has bound them."""

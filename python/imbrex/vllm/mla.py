@@ -144,6 +144,7 @@ class MlaBuilder(Builder):
         if gpu and vllm_config.speculative_config is not None:
             raise NotImplementedError("imbrex: expected no speculative decoding of latent attention on a GPU, whose lengths the host does not know")
         self.on_device = gpu and self.settings.on_device == "always"  # steps of decode; which way a prompt takes is the host's affair
+        self.supports_draft_decode_metadata_update = not gpu
         self.plans: Dict[Tuple, MlaPlan] = {}
         self.decode_plans: Dict[Tuple, MlaPlan] = {} if gpu else self.plans
         limits = self._limits(self._ahead())
@@ -180,7 +181,7 @@ class MlaBuilder(Builder):
         if self.on_device and decode:
             self._update_on_device(metadata)
         else:
-            self._update(metadata, cam)
+            self._update(metadata, *self._on_host(cam))
         return metadata
 
 

@@ -16,16 +16,9 @@ PLAIN = [{}, {}]
 # Refusals.
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(is_draft_worker=True), "a draft worker"),
-        (dict(kv_index_translator=SimpleNamespace(is_translating=True)), "a unified memory pool"),
-    ],
-)
-def test_runners_that_are_refused(sglang, changes, message):
-    with pytest.raises(NotImplementedError, match=message):
-        Runner("cpu", PLAIN, **changes)
+def test_a_runner_that_is_refused(sglang):
+    with pytest.raises(NotImplementedError, match="a unified memory pool"):
+        Runner("cpu", PLAIN, kv_index_translator=SimpleNamespace(is_translating=True))
 
 
 def test_pools_that_are_refused(sglang):
@@ -90,11 +83,12 @@ def test_steps_that_are_refused(sglang):
             backend.init_forward_metadata(runner.batch(mode, [(requests[0], 1)], **changes))
 
     refused("DLLM_EXTEND", ForwardMode.DLLM_EXTEND)
-    refused("DRAFT_EXTEND_V2", ForwardMode.DRAFT_EXTEND_V2)
+    widened = SimpleNamespace(num_tokens_per_req=3, num_front_tokens=2)
+    refused("no tokens in front of a draft's extend .* SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX=0", ForwardMode.DRAFT_EXTEND_V2, spec_info=widened)
     refused("PREBUILT", ForwardMode.PREBUILT)
     refused("decoding of draft tokens", ForwardMode.DECODE, spec_info=VerifyInput(1, None))
     backend.init_cuda_graph_state(2, 2)
-    with pytest.raises(NotImplementedError, match="CUDA graph of decoding or verification in SGLang, got EXTEND"):
+    with pytest.raises(NotImplementedError, match="CUDA graph of decoding, verification or a draft's extend in SGLang, got EXTEND"):
         backend.init_forward_metadata_out_graph(runner.batch(ForwardMode.EXTEND, [(requests[0], 1)]), in_capture=True)
     masks, flat = masks_of(requests, 4, "cpu")
     with pytest.raises(NotImplementedError, match="got a mask of all keys"):

@@ -187,15 +187,18 @@ def test_lengths_of_the_gpu_where_the_hosts_are_not_exact(vllm):
     runner = Runner("cuda", PLAIN, speculative=SpeculativeConfig())
     assert runner.builders[0].on_device and runner.builders[0].supports_draft_decode_metadata_update
     serve(runner)
-    a = runner.request("draft", 30)
-    runner.step([(a, 10)])
-    for index in range(len(runner.groups)):
-        runner._place(index, [a], [1], 1)
-    metadata, slots = runner._metadata([1], [11], 1, 1)
-    inputs = runner.inputs(1, [a], [1])
-    runner.builders[0].update_draft_decode_metadata(next(iter(metadata.values())))
-    out = runner.forward(runner.layers[0], *(x.reshape(1, -1) for x in inputs[0]), metadata, slots)
-    runner._check(0, runner.layers[0], out.view(1, 8, 64), inputs[0][0], [(a, 1)])
+
+
+@pytest.mark.parametrize("name", ["plain", "sinks", "windows"])
+def test_drafts_are_planned_in_place(device, name):
+    from vllm.config import SpeculativeConfig
+
+    runner = Runner(device, on(device, MODELS[name]), speculative=SpeculativeConfig())
+    a, b = runner.request("a", 60), runner.request("b", 60)
+    runner.step([(a, 10), (b, 29)])
+    runner.draft([a, b], 5)
+    runner.step([(a, 3), (b, 1)])
+    runner.draft([b, a], 3)
 
 
 def test_never_on_device_is_refused_where_lengths_are_not_exact(vllm, monkeypatch):

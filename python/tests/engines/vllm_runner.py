@@ -246,6 +246,29 @@ class Runner:
             request.computed += count
         self.num_steps += 1
 
+    def draft(self, requests, num_steps):
+        """Steps of a draft model with a token a request: vLLM builds metadata for the first of them, and has those of others updated in place."""
+        made = None
+        for _ in range(num_steps):
+            counts, lengths = [1] * len(requests), [r.computed + 1 for r in requests]
+            for index in range(len(self.groups)):
+                self._place(index, requests, counts, len(requests))
+            if made is None:
+                self.requests = requests
+                made = self._metadata(counts, lengths, len(requests), len(requests))
+            else:
+                self.seq_lens[: len(requests)] += 1
+                for group, builder in zip(self.groups, self.builders):
+                    assert builder.supports_draft_decode_metadata_update
+                    builder.update_draft_decode_metadata(made[0][group.names[0]])
+            inputs = self.inputs(len(requests), requests, counts)
+            for index, (layer, each) in enumerate(zip(self.layers, inputs)):
+                out = self.forward(layer, *(x.reshape(len(requests), -1) for x in each), *made)
+                self._check(index, layer, out.view(len(requests), layer.num_heads, layer.head_size_v), each[0], [(r, 1) for r in requests])
+            for request in requests:
+                request.computed += 1
+            self.num_steps += 1
+
     def mask_of(self, options, request, count):
         """What count new tokens of a request see, as arguments of reference.attention(), where that is not what the layer's options say."""
 

@@ -18,7 +18,7 @@ def get_exec():
     return _exec
 
 
-_spec = SimpleNamespace(speculative_num_draft_tokens=None)
+_spec = SimpleNamespace(speculative_num_draft_tokens=None, speculative_eagle_topk=None)
 
 
 def get_spec():

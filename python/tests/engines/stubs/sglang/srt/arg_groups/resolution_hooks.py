@@ -2,7 +2,7 @@ _HOOKS = {}
 
 
 def register_resolution_hook(name):
-    if name not in ("handle_model_specific_adjustments", "handle_attention_backend_compatibility"):
+    if name not in ("handle_model_specific_adjustments", "handle_attention_backend_compatibility", "handle_speculative_decoding"):
         raise ValueError(f"{name!r} is not an overridable resolution hook")
 
     def decorator(fn):

@@ -21,4 +21,14 @@ class HookRegistry:
             parent, name = target.rsplit(".", 1)
             owner = resolve_name(parent)
             original = getattr(owner, name)
-            setattr(owner, name, functools.wraps(original)(functools.partial(hook, original)))
+            setattr(owner, name, _around(hook, original))
+
+
+def _around(hook, original):
+    """A function, which is a method where its owner is a class."""
+
+    @functools.wraps(original)
+    def wrapped(*args, **kwargs):
+        return hook(original, *args, **kwargs)
+
+    return wrapped
