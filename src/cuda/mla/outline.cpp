@@ -107,8 +107,8 @@ class Maker {
     const int all = limits.max_num_tokens, queries = most_query_len(limits);
     const bool cuts = can_cut_queries(spec_.mask), whole = spec_.absorbed || (options_.on_device && !o_.may_expand);
     const int least = std::min(all, whole ? all : cuts ? kLeastTokens : std::max(kLeastTokens, queries));
-    const bool has_least = whole || !cuts || spec_.mask.tree;
-    int tokens = parts_.slice_tokens > 0 ? std::min(all, std::max(parts_.slice_tokens, has_least ? least : 1)) : all;
+    const int needed = whole || spec_.mask.tree ? least : cuts ? 1 : queries;
+    int tokens = parts_.slice_tokens > 0 ? std::min(all, std::max(parts_.slice_tokens, needed)) : all;
     o_.latent = latent_scratch(tokens);
     // Attention may need more scratch for shorter slices, whose requests it cuts into more pieces: so lengths are tried.
     const int64_t each = latent_places(spec_, 0, 1 << 10).end >> 10, most = kMostScratch / each;  // bytes of a token
