@@ -281,7 +281,8 @@ void merge(const AttentionParams& p, const MergeList& list, DType out_type) {
 // A shared item is for kernels that take such, has no more rows than their tile, and tokens of merges that lie beside each other.
 void check_shared(const Launch& launch, const AttentionParams& p, const WorkItem& item) {
   if (launch.module.find("kShares true") == std::string::npos) std::abort();
-  if ((item.q_end - item.q_begin) * spec.group_size() > 16 || item.q_begin < 0 || item.q_end - item.q_begin < 2) std::abort();
+  const int most_rows = spec.group_size() <= 8 ? 16 : spec.group_size() <= 16 ? 32 : 64;
+  if ((item.q_end - item.q_begin) * spec.group_size() > most_rows || item.q_begin < 0 || item.q_end - item.q_begin < 2) std::abort();
   std::vector<int> merges;
   for (int i = item.q_begin; i < item.q_end; ++i) {
     const auto [token, merge] = p.shared_tokens[i];
