@@ -108,10 +108,11 @@ void add_latent_tree_cases(CaseTable& table) {
   };
   for (const Layer& layer : layers) {
     // Windows of 65 keys in front of the own one begin on both sides of where a tile does.
-    const Requests few{{8, 200}, {3, 65}, {1, 30}}, many{{8, 200}, {3, 65}, {0, 0}, {66, 70}, {20, 129}, {1, 300}};
+    const Requests many{{8, 200}, {3, 65}, {0, 0}, {66, 70}, {20, 129}, {1, 300}}, some{{8, 200}, {3, 65}, {0, 0}, {20, 64}, {1, 300}},
+        few{{8, 70}, {3, 65}, {1, 30}}, fewest{{8, 40}, {1, 30}};
+    const Requests& requests = layer.group > 80 ? fewest : layer.group > 20 ? few : layer.group > 10 ? some : many;
     for (const int block_size : {64, 1}) {
-      Case& c = table.add(fmt::format("tree_latent_{}_page{}", layer.name, block_size), layer.group, 1, layer.dims, layer.types,
-                          layer.group > 20 || block_size == 1 ? few : many);
+      Case& c = table.add(fmt::format("tree_latent_{}_page{}", layer.name, block_size), layer.group, 1, layer.dims, layer.types, requests);
       c.spec.kv_format = layer.format, c.spec.block_size = block_size;
       c.tree = layer.tree, c.spec.mask = layer.mask, c.spec.mask.tree = true, c.spec.score = layer.score;
     }

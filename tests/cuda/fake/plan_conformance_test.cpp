@@ -94,7 +94,8 @@ TEST_P(PlanConformance, CasesMatchTheReference) {
   }
   EXPECT_GT(run, (backend.name() == "cuda_sm90" ? 60 : 200) / kEach);
   EXPECT_GT(merged, 3 / kEach);
-  EXPECT_EQ(expressions > 20 / kEach && items > 40, backend.name() == "cuda_sm80") << expressions << " " << items;
+  EXPECT_GT(expressions, 20 / kEach);
+  EXPECT_GT(items, backend.name() == "cuda_sm80" ? 40 : 10);
   EXPECT_GT(unmapped, 3 / kEach);
   EXPECT_EQ(mapped > 25 / kEach, backend.name() == "cuda_sm90") << mapped;
   EXPECT_EQ(flat > 8 / kEach, backend.name() == "cuda_sm90") << flat;
