@@ -79,8 +79,8 @@ constexpr int recurrent_warps(int dim_k, int dim_v) {
 
 // recurrent_stream.cu: blocks of a multiprocessor, states that are on their way to one, two where there is room for them, units that it
 // knows, and bytes of shared memory. A token there has q and k, decays of channels or of all, values and four numbers more, and z, weights
-// and outputs where the kernel finishes these; there are two of them, two requests of 16 bytes, units of 40, and mbarriers. States with
-// values innermost have 16 bytes more for each four key channels.
+// and outputs where the kernel finishes these; there are two of them, two requests of 16 bytes, an index, units of 40, and mbarriers.
+// States with values innermost have 16 bytes more for each four key channels.
 constexpr int recurrent_stream_blocks(int dim_k, int dim_v) { return 16 / recurrent_warps(dim_k, dim_v); }
 constexpr int recurrent_stream_rows(int dim_k, int dim_v) { return recurrent_warps(dim_k, dim_v) * recurrent_warp_values(dim_k); }
 constexpr int recurrent_stream_ahead(int dim_k, int dim_v, int state_size) {
