@@ -161,6 +161,7 @@ RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regim
             .threads = kSm90LatentThreads,
             .cluster = attention_sm90_latent_cluster(spec),
             .run_sums = attention_sm90_latent_run_sums(spec),
+            .short_sums = true,
             .maps = attention_sm90_latent_maps};
   }
   if (regime == kPrefill && has_sm90_prefill(spec)) {

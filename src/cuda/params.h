@@ -188,15 +188,19 @@ constexpr int sm90_fp8_chunk(int head_dim) { return sm90_fp8_dims(head_dim) % 12
 // attention_sm90_latent.cu: tiles whose weights are in shared memory, and chunks of an item's queries that are in registers, of so many.
 constexpr int kLatentWeightSlots = 3;
 constexpr int latent_kept_chunks(int chunks) { return chunks * 2 / 3; }
+// Words of a node of the tree of pieces, as far as a warp of 16 rows and so many dims has it: 20 bits of each number, and what the sums are
+// relative to, with their totals.
+constexpr int short_node_words(int dims) { return (dims / 16 + dims / 64 + 1) * 4 * 32; }
 // Bytes of a stage of the ring: of a tile of keys, or, if these are more, of a node of the tree of pieces, as far as two warps have it.
 constexpr int latent_stage_bytes(int tile_bytes, int head_dim_v) {
   constexpr int kUnit = 1024;  // of the widest swizzle
-  const int node_bytes = int(run_node_floats(head_dim_v / 2) * 2), bytes = tile_bytes > node_bytes ? tile_bytes : node_bytes;
+  const int node_bytes = short_node_words(head_dim_v / 2) * 4 * 2, bytes = tile_bytes > node_bytes ? tile_bytes : node_bytes;
   return (bytes + kUnit - 1) / kUnit * kUnit;
 }
 
-// attention_sm90_latent_pair.cu: levels of the tree of pieces whose nodes are in memory.
-constexpr int kLatentPairLevels = 2;
+// attention_sm90_latent_pair.cu and attention_sm90_latent_spread.cu: levels of the tree of pieces whose nodes are in memory. Dims of the
+// output that a thread block of the latter has.
+constexpr int kLatentPairLevels = 2, kLatentSpreadDims = 128;
 
 // attention_sm90_latent_decode.cu: levels of the tree of pieces whose nodes are in memory, and floats of a node, for so many rows.
 constexpr int kLatentDecodeLevels = 2;
@@ -214,6 +218,7 @@ struct MergeList {  // of a regime
   const MergeItem* items;
   const PlanCounts* counts;  // null: there is no such list
   int shares;                // tasks that the rows of an item and kv head are: best of least_merge_rows() each
+  bool are_short;            // sums so far are shortened when others join them: short_sums.cuh
 };
 
 // For attention_*.cu and merge.cu. A pointer is on the device.

@@ -31,6 +31,7 @@ struct RegimeKernel {
   int64_t most_tasks = 0;    // of a launch; 0: any number
   int64_t run_sums = 0;      // floats of a thread block, of which a multiprocessor gets one then: AttentionParams::run_sums
   int mask_teams = 0;        // warpgroups for each of which a custom mask is packed (attention_sm90_mask.cuh); 0: it reads bytes
+  bool short_sums = false;   // merges shorten sums so far: short_sums.cuh
   MakeMaps* maps = nullptr;  // of the maps that the entry takes behind AttentionParams; null: it takes none
   // Whether the kernel merges the pieces of an item itself, or leaves no partial results.
   bool joins_pieces = false;

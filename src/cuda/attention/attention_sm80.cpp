@@ -199,7 +199,11 @@ KernelKey sharing(KernelKey key) {
 KernelKey merge_key(std::string_view arch, const AttentionSpec& spec, DType out) {
   return {"merge.cu",
           std::string(arch),
-          {{"kHeadDimV", spec.head_dim_v}, {"kOutType", int(out)}, {"kGroup", spec.group_size()}, {"kSinks", spec.score.sinks}}};
+          {{"kHeadDimV", spec.head_dim_v},
+           {"kOutType", int(out)},
+           {"kGroup", spec.group_size()},
+           {"kSinks", spec.score.sinks},
+           {"kValuesInKeys", codec_of(spec).values_in_keys}}};
 }
 
 }  // namespace imbrex::cuda

@@ -54,7 +54,9 @@ unsigned attention_sm90_latent_cluster(const AttentionSpec& spec) {
 
 int64_t attention_sm90_latent_run_sums(const AttentionSpec& spec) {
   constexpr int kTeams = 2;  // warpgroups that share out the output's dims
-  return kTeams * kLatentLevels * run_node_floats(spec.head_dim_v / kTeams);
+  const int64_t each = kLatentLevels * (kTeamRows / 16) * short_node_words(spec.head_dim_v / kTeams);
+  const int64_t of_spread = kLatentPairLevels * run_node_floats(kLatentSpreadDims);  // which runs in the same memory
+  return kTeams * std::max(each, of_spread);
 }
 
 KernelKey latent_kernel_key(const char* path, std::string_view arch, const AttentionSpec& spec, DType out, int rows, int keys, int stages,

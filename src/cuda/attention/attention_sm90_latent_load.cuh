@@ -43,7 +43,7 @@ constexpr int kWeightSlots = kLatentWeightSlots;
 // They come back through the ring, behind the last tile of the piece that they are folded with: they are on their way while that is
 // computed. A stage holds what a warp of rows has of a node, in both warpgroups of dims.
 constexpr int kLevels = kLatentLevels, kRowWarps = kTileRows / 16;
-constexpr int kNodePartFloats = run_node_floats(kTeamDims) / kRowWarps, kNodePartBytes = kNodePartFloats * 4;  // of a warp and warpgroup
+constexpr int kNodePartFloats = short_node_words(kTeamDims), kNodePartBytes = kNodePartFloats * 4;  // of a warp and warpgroup
 static_assert(kConsumers * kNodePartBytes <= kStageBytes);
 
 DEVICE float* node_rows(const AttentionParams& p, int level, int row_warp) {

@@ -5,12 +5,10 @@
 
 namespace imbrex::cuda {
 
-constexpr int kOwnDims = 128;  // of the output, of a thread block
-
 unsigned attention_sm90_latent_spread_cluster(std::string_view arch, const AttentionSpec& spec) {
   const bool plain = has_plain_logits(spec) && !has_window(spec.mask) && !has_small_pages(spec);
   if (!attention_sm90_latent_tiles(arch, spec) || spec.group_size() <= kTeamRows || !plain) return 0;
-  return unsigned(spec.head_dim_v / kOwnDims);
+  return unsigned(spec.head_dim_v / kLatentSpreadDims);
 }
 
 KernelKey attention_sm90_latent_spread_key(std::string_view arch, const AttentionSpec& spec, DType out) {

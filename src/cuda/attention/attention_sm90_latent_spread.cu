@@ -16,9 +16,9 @@ constexpr int kScoreRegisters = 248, kValueRegisters = 200, kLoadRegisters = 56,
 static_assert(128 * (kScoreRegisters + kValueRegisters + kLoadRegisters) <= kThreads * kLaunchRegisters);
 
 using Out = Fragment<kOwnDims>;
-using Sums = FragmentSums<Out>;
+using Sums = FragmentSums<Out, true>;
 
-using Tree = StoredTree<Sums, kOwnDims>;
+using Tree = StoredTree<Sums, kOwnDims, true>;
 
 // The warpgroup that multiplies values.
 class Multiplier {

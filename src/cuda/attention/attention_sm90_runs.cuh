@@ -18,6 +18,7 @@ constexpr bool kFoldsInMemory = kHeadDimV > 128;
 static_assert(kRunLevels == 2 && kMostInPrefillRun == kPiecesTogether * kPiecesTogether);
 
 // What a thread has of a tile, with sums of earlier keys.
+template <class Fold>
 DEVICE float4 folded(const Fold (&fold)[2], const float4& sums, const float4& tile) {
   return {fold[0](sums.x, tile.x), fold[0](sums.y, tile.y), fold[1](sums.z, tile.z), fold[1](sums.w, tile.w)};
 }
@@ -33,15 +34,16 @@ class RunNode {
   }
 
   // `out`, with what it is relative to and its totals, becomes the node with it.
-  template <class Out>
+  template <bool is_short = false, class Out>
   DEVICE void add_to(float (&reference)[2], float (&total)[2], Out& out) const {
     const float4 state = load_l2(at_ + kTilesOf<Out> * 128);
     const Fold fold[2] = {{state.x, reference[0]}, {state.y, reference[1]}};
     total[0] = fold[0](state.z, total[0]), total[1] = fold[1](state.w, total[1]);
     reference[0] = fold[0].reference, reference[1] = fold[1].reference;
+    const OutputFold<is_short> output[2] = {OutputFold<is_short>(fold[0]), OutputFold<is_short>(fold[1])};
 #pragma unroll
     for (int i = 0; i < kTilesOf<Out>; ++i) {
-      set_four(out, i, folded(fold, load_l2(at_ + i * 128), four(out, i)));
+      set_four(out, i, folded(output, load_l2(at_ + i * 128), four(out, i)));
       if (i % kAtOnce == kAtOnce - 1) asm volatile("" ::: "memory");
     }
   }

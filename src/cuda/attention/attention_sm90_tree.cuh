@@ -7,14 +7,18 @@ namespace imbrex::cuda {
 
 // Of the tree's three levels the nodes that are not complete: that of the first level is in registers, the others are in memory, where L2
 // keeps them. A level has two bits of the number of pieces, which say how many complete nodes of the level below are in it.
-template <class Sums, int kDims>
+// is_short: sums so far are shortened() where others join them, as attention_sm90_latent.cu does.
+template <class Sums, int kDims, bool is_short = false>
 class StoredTree {
  public:
   DEVICE StoredTree() { node_.clear(kNoSum); }
 
   DEVICE void add(const Sums& piece) {
-    node_.fold(piece);
-    ++pieces_;
+    if (pieces_++ == 0) {
+      node_ = piece;
+    } else {
+      node_.fold(piece);
+    }
   }
   // Another piece will come: until then a complete node stays where it is, since most runs end with one.
   DEVICE void go_on(const AttentionParams& p) {
@@ -22,7 +26,7 @@ class StoredTree {
 #pragma unroll 1
     for (int level = 1; level < kLevels; ++level) {
       const Node stored(p, level - 1);
-      if (nodes_in(level, pieces_ - 1) > 0) stored.add_to(node_.reference, node_.sum, node_.out);
+      if (nodes_in(level, pieces_ - 1) > 0) stored.template add_to<is_short>(node_.reference, node_.sum, node_.out);
       if (nodes_in(level, pieces_) == 0 && level + 1 < kLevels) continue;
       stored.put(node_.reference, node_.sum, node_.out);
       break;
@@ -33,7 +37,7 @@ class StoredTree {
   DEVICE Sums& end(const AttentionParams& p) {
 #pragma unroll 1
     for (int level = 1; level < kLevels; ++level)
-      if (nodes_in(level, pieces_ - 1) > 0) Node(p, level - 1).add_to(node_.reference, node_.sum, node_.out);
+      if (nodes_in(level, pieces_ - 1) > 0) Node(p, level - 1).template add_to<is_short>(node_.reference, node_.sum, node_.out);
     return node_;
   }
 

@@ -20,7 +20,7 @@ extern __shared__ __align__(1024) char memory[];
 // Rows of an item and kv head, a share of them: row r is token r / kGroup and, of the head's q heads, number r % kGroup. kLanes threads
 // share out the splits of eight dims.
 template <int kLanes>
-DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_head, int share, int shares) {
+DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_head, int share, int shares, bool are_short) {
   constexpr int kRowThreads = kEights * kLanes, kRows = kMergeThreads / kRowThreads;
   const int thread = int(threadIdx.x), lane = thread % kLanes, d = first_dim_of(thread / kLanes), heads = p.num_kv_heads * kGroup;
   const int end = (item.q_end - item.q_begin) * kGroup;
@@ -30,21 +30,21 @@ DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_h
     const int row = begin + thread / kRowThreads, read = min(row, end - 1), token = read / kGroup, head = kv_head * kGroup + read % kGroup;
     const long first = long(item.first_partial + token) * heads + head;
     RowSums all = join_splits<1, kLanes>(
-        p, [&](int split) { return first + split * stride; }, item.num_splits, d, lane);
+        p, [&](int split) { return first + split * stride; }, item.num_splits, d, lane, are_short);
     if (lane == 0 && row < end && thread < kRows * kRowThreads)
       all.store(p, item.q_begin + token, head, d, kv_scale(p.v, kv_head), out_is_wide(p));
   }
 }
 
 // Merges rows of an item, with no more lanes than it has splits for, so that every lane has something to load.
-DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_head, int share, int shares) {
+DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_head, int share, int shares, bool are_short) {
   constexpr int kMost = most_merge_lanes(kHeadDimV), kSome = kMost < 2 ? kMost : 2;
   if (item.num_splits <= kPiecesTogether) {
-    merge_rows<1>(p, item, kv_head, share, shares);
+    merge_rows<1>(p, item, kv_head, share, shares, are_short);
   } else if (item.num_splits <= kSome * kPiecesTogether) {
-    merge_rows<kSome>(p, item, kv_head, share, shares);
+    merge_rows<kSome>(p, item, kv_head, share, shares, are_short);
   } else {
-    merge_rows<kMost>(p, item, kv_head, share, shares);
+    merge_rows<kMost>(p, item, kv_head, share, shares, are_short);
   }
 }
 
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __gri
     const int heads = p.num_kv_heads, of_share = num_items * heads, share = (task - begin) / of_share, rest = (task - begin) % of_share;
     const int index = rest / heads;
     const MergeItem item = *(index < kKeptItems ? &shared.items[list][index] : from.items + index);
-    merge_rows(p, item, rest % heads, share, shares_of(list));
+    merge_rows(p, item, rest % heads, share, shares_of(list), kValuesInKeys && from.are_short);
   }
 }
 

@@ -4,6 +4,7 @@
 // the same bits whoever computed what. Sums are without the values' scale, which the end of a row applies.
 #include "attention_output.cuh"
 #include "fragment.cuh"
+#include "short_sums.cuh"
 
 namespace imbrex::cuda {
 
@@ -20,6 +21,16 @@ struct Fold {
   DEVICE float operator()(float sum, float other) const { return fmaf(other, added, sum * kept); }
 };
 
+// The same for numbers of the output, of which the sums so far may be `short`: shortened(), as short_sums.cuh says.
+template <bool is_short>
+struct OutputFold {
+  float kept, added;
+
+  DEVICE explicit OutputFold(const Fold& fold) : kept(is_short ? fold.kept * kShortMean : fold.kept), added(fold.added) {}
+  DEVICE float of_kept(float sum, float other) const { return fmaf(other, added, sum * kept); }  // which is shortened by now
+  DEVICE float operator()(float sum, float other) const { return of_kept(is_short ? shortened(sum) : sum, other); }
+};
+
 // Sums of a thread's two rows become relative to references that have moved.
 template <class Out>
 DEVICE void rescale(const float (&factor)[2], float (&sum)[2], Out& out) {
@@ -31,7 +42,7 @@ DEVICE void rescale(const float (&factor)[2], float (&sum)[2], Out& out) {
 }
 
 // The sums of a thread's two rows, and the references that they are relative to.
-template <class Out>
+template <class Out, bool is_short = false>
 struct FragmentSums {
   float reference[2], sum[2];
   Out out;
@@ -46,10 +57,11 @@ struct FragmentSums {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const Fold fold(reference[h], others.reference[h]);
+      const OutputFold<is_short> output(fold);
       reference[h] = fold.reference, sum[h] = fold(sum[h], others.sum[h]);
 #pragma unroll
       for (int i = 0; i < 2 * kTilesOf<Out>; ++i)
-        at(out, i / 2, h, i % 2) = fold(at(out, i / 2, h, i % 2), at(others.out, i / 2, h, i % 2));
+        at(out, i / 2, h, i % 2) = output(at(out, i / 2, h, i % 2), at(others.out, i / 2, h, i % 2));
     }
   }
 };
@@ -63,12 +75,14 @@ DEVICE int first_dim_of(int i) { return i % kEights * 4; }
 struct RowSums {
   float reference = kEmptyReference, sum = kNoSum, x[8] = {kNoSum, kNoSum, kNoSum, kNoSum, kNoSum, kNoSum, kNoSum, kNoSum};
 
-  // Sums that are empty change nothing, and empty ones become the others, bit for bit.
-  DEVICE void fold(const RowSums& others) {
+  // Empty sums become the others, bit for bit, and others that are empty change nothing, unless they shorten().
+  DEVICE void fold(const RowSums& others, bool shortens) {
     const Fold fold(reference, others.reference);
+    const Shortening shorten(shortens);
+    const float kept = fold.kept * shorten.mean;
     reference = fold.reference, sum = fold(sum, others.sum);
 #pragma unroll
-    for (int k = 0; k < 8; ++k) x[k] = fold(x[k], others.x[k]);
+    for (int k = 0; k < 8; ++k) x[k] = fmaf(others.x[k], fold.added, shorten(x[k]) * kept);
   }
 
   DEVICE RowSums of_lane(int lane) const {
@@ -106,9 +120,10 @@ struct RowSums {
 
 // RowSums of a row whose split number s is row row_of_split(s) of the partial buffers. A thread has the loads of kNodes nodes of the tree
 // under way at the same time: where the memory is busy, they take many times as long as what is done with them. Several lanes may share the
-// splits out.
+// splits out. `are_short`: sums so far are shortened where others join them.
 template <int kNodes, int kLanes, class RowOfSplit>
-DEVICE RowSums join_splits(const AttentionParams& p, const RowOfSplit& row_of_split, int num_splits, int d, int lane) {
+DEVICE RowSums join_splits(const AttentionParams& p, const RowOfSplit& row_of_split, int num_splits, int d, int lane,
+                           bool are_short = false) {
   constexpr int kSplits = kNodes * kPiecesTogether;  // of a lane, at a time
   RowSums all, level3, level2;                       // of the tree: nodes that are not complete
   int nodes = 0;                                     // of the first level that are in them
@@ -127,26 +142,27 @@ DEVICE RowSums join_splits(const AttentionParams& p, const RowOfSplit& row_of_sp
 #pragma unroll
     for (int n = 0; n < kNodes; ++n) {
 #pragma unroll
-      for (int k = 1; k < kPiecesTogether; ++k) node[n][0].fold(node[n][k]);
-#pragma unroll
+      for (int k = 1; k < kPiecesTogether; ++k)
+        node[n][0].fold(node[n][k], are_short && begin_of(n, lane) + k < num_splits);
+#pragma unroll 1
       for (int l = 0; l < kLanes; ++l) {
         if (begin_of(n, l) >= num_splits) break;
         if (nodes > 0 && nodes % kPiecesTogether == 0) {
-          level3.fold(level2);
+          level3.fold(level2, are_short);
           level2 = {};
           if (nodes % (kPiecesTogether * kPiecesTogether) == 0) {
-            all.fold(level3);
+            all.fold(level3, are_short);
             level3 = {};
           }
         }
-        level2.fold(kLanes == 1 ? node[n][0] : node[n][0].of_lane(lane_id() / kLanes * kLanes + l));
+        level2.fold(kLanes == 1 ? node[n][0] : node[n][0].of_lane(lane_id() / kLanes * kLanes + l), are_short);
         ++nodes;
       }
     }
   }
   if (nodes <= kPiecesTogether) return level2;
-  level3.fold(level2);
-  all.fold(level3);
+  level3.fold(level2, are_short);
+  all.fold(level3, are_short);
   return all;
 }
 

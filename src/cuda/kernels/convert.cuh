@@ -9,6 +9,12 @@ constexpr int element_bytes(int type) { return type == kF32 ? 4 : type == kF16 |
 
 // --- 16 bits; the first argument goes to the lower half
 
+// The upper halves of two floats, of which the lower ones are cut off; of NaN any that is one too.
+DEVICE u32 upper_halves(float low, float high) {
+  u32 pair;
+  asm("cvt.rz.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
 DEVICE u32 pack_bf16(float low, float high) {
   u32 d;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));

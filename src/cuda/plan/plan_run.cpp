@@ -182,7 +182,7 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
     if (mapped ? s.kernel.joins_pieces : s.mapless_joins) continue;
     const int64_t of_regime = any ? s.bounds.num_merges : int64_t(schedule.merges.size());
     if (of_regime == 0) continue;
-    a.merge_lists[regime] = {a.merges, a.counts, merge_shares(spec_, s.policy)};
+    a.merge_lists[regime] = {a.merges, a.counts, merge_shares(spec_, s.policy), s.kernel.short_sums && !options_.balanced};
     merge_tasks += of_regime * spec_.num_kv_heads * a.merge_lists[regime].shares;
   }
   a.beside = false;

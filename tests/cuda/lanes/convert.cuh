@@ -8,6 +8,10 @@ namespace imbrex::cuda {
 constexpr int element_bytes(int type) { return type == kF32 ? 4 : type == kF16 || type == kBf16 ? 2 : 1; }
 
 inline u32 pack_bf16(float low, float high) { return u32(float_to_bf16(low)) | u32(float_to_bf16(high)) << 16; }
+inline u32 upper_halves(float low, float high) {
+  const auto half = [](float x) { return x != x ? 0x7fffu : std::bit_cast<u32>(x) >> 16; };
+  return half(low) | half(high) << 16;
+}
 inline u32 pack_f16(float low, float high) { return u32(float_to_f16(low)) | u32(float_to_f16(high)) << 16; }
 inline u32 pack_e4m3(float low, float high) { return u32(float_to_fp8_e4m3(low)) | u32(float_to_fp8_e4m3(high)) << 8; }
 inline u32 pack_e5m2(float low, float high) { return u32(float_to_fp8_e5m2(low)) | u32(float_to_fp8_e5m2(high)) << 8; }
