@@ -20,21 +20,29 @@ constexpr bool kMoved = kOwnRegisters < kComputeRegisters;
 extern "C" __device__ const unsigned smem_bytes = kStages * Stage::bytes;
 
 DEVICE float (&all_of(Sums& s))[kDimK / 2] { return *reinterpret_cast<float(*)[kDimK / 2]>(s.of); }
-DEVICE float (&all_of(Columns& x))[kChunk / 2] { return *reinterpret_cast<float(*)[kChunk / 2]>(x.of); }
-DEVICE float (&half_of(Columns& x, int half))[kChunk / 4] { return *reinterpret_cast<float(*)[kChunk / 4]>(x.of[4 * half]); }
+template <int blocks>
+DEVICE float (&all_of(Columns<blocks>& x))[8 * blocks] {
+  return *reinterpret_cast<float(*)[8 * blocks]>(x.of);
+}
+template <int blocks>
+DEVICE float (&half_of(Columns<blocks>& x, int half))[kHalf / 2] {
+  return *reinterpret_cast<float(*)[kHalf / 2]>(x.of[4 * half]);
+}
 
 // Part of a triangle's column, from a block on.
 DEVICE u64 column_at(u32 triangle, int block) { return wgmma_descriptor(triangle + u32(block * kBlockBytes), 16, 256, 3); }
-DEVICE void multiply_rows(const u32 (&a)[kDimK / 16][4], u32 rows, Columns& x) {
+template <int blocks>
+DEVICE void multiply_rows(const u32 (&a)[kDimK / 16][4], u32 rows, Columns<blocks>& x) {
 #pragma unroll
   for (int c = 0; c < kDimK / 16; ++c)
-    Wgmma<kChunk, kType>::template registers<false>(all_of(x), a[c],
+    Wgmma<16 * blocks, kType>::template registers<false>(all_of(x), a[c],
                                                     wgmma_descriptor(rows + u32(c / 4 * kColumnBytes + c % 4 * 32), 16, 1024, 1), c != 0);
   wgmma_commit();
 }
 
 // The state decays meanwhile.
-DEVICE void begin_with_state(Sums& s, int place, const Stage& stage, Columns& of_k, Columns& of_q) {
+template <int blocks>
+DEVICE void begin_with_state(Sums& s, int place, const Stage& stage, Columns<blocks>& of_k, Columns<blocks>& of_q) {
   u32 a[kDimK / 16][4];
 #pragma unroll
   for (int c = 0; c < kDimK / 16; ++c) pack_factor(s.of[2 * c], s.of[2 * c + 1], a[c]);
@@ -43,27 +51,30 @@ DEVICE void begin_with_state(Sums& s, int place, const Stage& stage, Columns& of
   if constexpr (kDelta) multiply_rows(a, stage.k(), of_k);
   if constexpr (!kEnds) multiply_rows(a, stage.q(), of_q);
 }
-DEVICE void begin_t(const Factor& y, const Stage& stage, Columns& x) {
+template <int blocks>
+DEVICE void begin_t(const Factor<blocks>& y, const Stage& stage, Columns<blocks>& x) {
   wgmma_fence();
 #pragma unroll
-  for (int half = 0; half < 2; ++half)
+  for (int half = 0; half < blocks / 2; ++half)
 #pragma unroll
     for (int from = 0; from < 2 + 2 * half; ++from)
-      Wgmma<kChunk / 2, kType>::template registers<false>(half_of(x, half), y.of[from], column_at(stage.t(), 4 * half + 2 * from),
+      Wgmma<kHalf, kType>::template registers<false>(half_of(x, half), y.of[from], column_at(stage.t(), 4 * half + 2 * from),
                                                           from != 0);
   wgmma_commit();
 }
-DEVICE void begin_p(const Factor& y, const Stage& stage, Columns& x) {
+template <int blocks>
+DEVICE void begin_p(const Factor<blocks>& y, const Stage& stage, Columns<blocks>& x) {
   wgmma_fence();
 #pragma unroll
-  for (int from = 0; from < kBlocks; ++from)
-    Wgmma<kChunk, kType>::template registers<false>(all_of(x), y.of[from], column_at(stage.p(), 4 * from), true);
+  for (int from = 0; from < blocks; ++from)
+    Wgmma<16 * blocks, kType>::template registers<false>(all_of(x), y.of[from], column_at(stage.p(), 4 * from), true);
   wgmma_commit();
 }
-DEVICE void begin_written(const Factor& u, const Stage& stage, Sums& s) {
+template <int blocks>
+DEVICE void begin_written(const Factor<blocks>& u, const Stage& stage, Sums& s) {
   wgmma_fence();
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block)
+  for (int block = 0; block < blocks; ++block)
     Wgmma<kDimK, kType>::template registers<true>(all_of(s), u.of[block],
                                                   wgmma_descriptor(stage.written() + u32(block * 2048), kColumnBytes, 1024, 1), true);
   wgmma_commit();
@@ -117,18 +128,21 @@ struct Share {
   }
 };
 
+template <int blocks>
 DEVICE void load_weights(const Stage& stage, const char* weights, Share& share) {
+  constexpr bool kWhole = blocks == kBlocks;
+  constexpr int kRowBytes = blocks * 16 * 128;  // of 64 channels
   const u32 full = stage.full();
   if (kDelta && share.takes_of_head()) {
     share.load_blocks<TOrder, 0, 2>(stage.t(), weights, full);
-    share.load_blocks<TOrder, 2, 7>(stage.t(), weights, full);
-    share.load_blocks<TOrder, 9, 1>(stage.t(), weights, full);
+    share.load_blocks<TOrder, 2, kWhole ? 7 : 1>(stage.t(), weights, full);
+    if constexpr (kWhole) share.load_blocks<TOrder, 9, 1>(stage.t(), weights, full);
   }
   if (!kEnds && share.takes_of_head()) {
-    share.load_blocks<POrder, 0, 4>(stage.p(), weights + WeightsLayout::p, full);
-    share.load_blocks<POrder, 4, 3>(stage.p(), weights + WeightsLayout::p, full);
-    share.load_blocks<POrder, 7, 2>(stage.p(), weights + WeightsLayout::p, full);
-    share.load_blocks<POrder, 9, 1>(stage.p(), weights + WeightsLayout::p, full);
+    const char* const p = weights + WeightsLayout::p;
+    share.load_blocks<POrder, 0, blocks>(stage.p(), p, full);
+    share.load_blocks<POrder, 4, blocks - 1>(stage.p(), p, full);
+    if constexpr (kWhole) share.load_blocks<POrder, 7, 2>(stage.p(), p, full), share.load_blocks<POrder, 9, 1>(stage.p(), p, full);
   }
   if (share.takes_of_head()) share.load(stage.at + Stage::numbers_at, weights + WeightsLayout::numbers, sizeof(ChunkNumbers), full);
   if constexpr (kChannelGate) {
@@ -136,15 +150,22 @@ DEVICE void load_weights(const Stage& stage, const char* weights, Share& share) 
 #pragma unroll
     for (int part = 0; part < kDimK / 64; ++part) {
       const int at = part * kColumnBytes;
-      if (share.takes_of_head()) share.load(stage.k() + u32(at), weights + WeightsLayout::known + at, kColumnBytes, full);
-      if (!kEnds && share.takes_of_head()) share.load(stage.q() + u32(at), weights + WeightsLayout::asked + at, kColumnBytes, full);
-      if (share.takes_of_head()) share.load(stage.written() + u32(at), weights + WeightsLayout::written + at, kColumnBytes, full);
+      if (share.takes_of_head()) share.load(stage.k() + u32(at), weights + WeightsLayout::known + at, kRowBytes, full);
+      if (!kEnds && share.takes_of_head()) share.load(stage.q() + u32(at), weights + WeightsLayout::asked + at, kRowBytes, full);
+      if (share.takes_of_head()) share.load(stage.written() + u32(at), weights + WeightsLayout::written + at, kRowBytes, full);
     }
   }
 }
 
-// Bytes of a chunk that are loaded, without values.
-constexpr int kLoaded = WeightsLayout::bytes + (kChannelGate ? 0 : 2 * Stage::keys) - (kEnds ? Stage::keys + kTriangleBytes : 0);
+// Bytes of a chunk that are loaded, without values: of its blocks of weights, and of keys and queries as they are all rows.
+template <int blocks>
+constexpr int loaded_bytes() {
+  constexpr int kTriangle = blocks * (blocks + 1) / 2 * kBlockBytes, kTiles = kEnds ? 1 : 2, kRows = blocks * 16 * kDimK * kSize;
+  return int(sizeof(ChunkNumbers)) + ((kDelta ? 1 : 0) + (kEnds ? 0 : 1)) * kTriangle +
+         (kChannelGate ? (1 + kTiles) * kRows + kDimK * 4 : kTiles * Stage::keys);
+}
+static_assert(loaded_bytes<kBlocks>() ==
+              WeightsLayout::bytes + (kChannelGate ? 0 : 2 * Stage::keys) - (kEnds ? Stage::keys + kTriangleBytes : 0));
 // By a warp.
 DEVICE void load_chunks(const RecurrentParams& p, const Maps& maps) {
   const u64 l2 = l2_normal();
@@ -156,24 +177,27 @@ DEVICE void load_chunks(const RecurrentParams& p, const Maps& maps) {
     if (elect_one()) {
       Share share = of_block;
       const int key_head = ahead.key_head(p), begin = ahead.begin;
-      mbarrier_arrive_expect(stage.full(), kLoaded + (ahead.unit.is_transition() ? 0 : Stage::values));
+      const bool half = is_half(ahead.unit.end - begin);
+      const int bytes = half ? loaded_bytes<kBlocks / 2>() : loaded_bytes<kBlocks>();
+      mbarrier_arrive_expect(stage.full(), bytes + (ahead.unit.is_transition() ? 0 : Stage::values));
 #pragma unroll
       for (int column = 0; !kChannelGate && column < kDimK / 64; ++column) {
         share.load(stage.k() + u32(column * kColumnBytes), maps.k, stage.full(), l2, 64 * column, key_head, begin);
         if constexpr (!kEnds) share.load(stage.q() + u32(column * kColumnBytes), maps.q, stage.full(), l2, 64 * column, key_head, begin);
       }
       if (!ahead.unit.is_transition()) tma_load(stage.v(), maps.v, stage.full(), l2, ahead.unit.first_value, ahead.unit.head, begin);
-      load_weights(stage, ahead.weights(p), share);
+      half ? load_weights<kBlocks / 2>(stage, ahead.weights(p), share) : load_weights<kBlocks>(stage, ahead.weights(p), share);
     }
     __syncwarp();
   }
 }
 
-// What is behind a request's tokens is another one's, and could be anything: keys and values of a chunk from `count` on become 0.
+// What is behind a request's tokens is another one's, and could be anything: keys and values of a chunk's blocks from `count` on become 0.
+template <int blocks>
 DEVICE void clear_others(const Stage& stage, int count) {
-  if (count >= kChunk) return;
+  if (count >= 16 * blocks) return;
 #pragma unroll 1
-  for (int i = int(threadIdx.x); i < (kChunk - count) * 8; i += kComputing) {
+  for (int i = int(threadIdx.x); i < (16 * blocks - count) * 8; i += kComputing) {
     const int row = count + i / 8;
     store_shared(place_in(stage.v(), row, i % 8), uint4{0, 0, 0, 0});
 #pragma unroll
@@ -193,6 +217,55 @@ DEVICE void release(const Stage& stage) {
   }
 }
 
+// A chunk of a unit, or its first half, which is at a place of shared memory.
+template <int blocks>
+DEVICE void compute_chunk(const RecurrentParams& p, const TensorMap& out, const Unit& unit, int begin, int at, int value, float skip,
+                          Sums& s) {
+  const Stage stage = stage_at(at);
+  const ChunkNumbers& n = numbers_at(at);
+  clear_others<blocks>(stage, unit.end - begin);
+  Columns<blocks> u, y;  // u: what the state gives for k, then X, then U
+  begin_with_state(s, at, stage, u, y);
+  const Factor<blocks> v = unit.is_transition() ? Factor<blocks>{} : load_values<blocks>(stage, value);
+  if constexpr (kEnds) {
+    if constexpr (kDelta) wait_for<0>(u);
+    take_values(v, n, u);
+    if constexpr (kDelta) {
+      const Factor<blocks> x = factor_of(u);
+      begin_t(x, stage, u);
+      wait_for<0>(u);
+    }
+  } else if constexpr (kDelta) {
+    wait_for<1>(u);
+    take_values(v, n, u);
+    const Factor<blocks> x = factor_of(u);
+    begin_t(x, stage, u);
+    wait_for<1>(y);
+    begin_outputs(stage, value, n, skip, y);
+    wait_for<0>(u);
+  } else {
+    take_values(v, n, u);
+    wait_for<0>(y);
+    begin_outputs(stage, value, n, skip, y);
+  }
+  const Factor<blocks> written = factor_of(u);
+  if constexpr (!kEnds) begin_p(written, stage, y);
+  scale_columns(u, n.written);
+  begin_written(factor_of(u), stage, s);
+  if constexpr (!kEnds) {
+    wait_for<1>(y);
+    place_outputs(stage, value, y);
+    if (blocks < kBlocks || unit.end - begin < kChunk) {
+      store_outputs<blocks>(p, unit, begin, stage, value);
+    } else {
+      async_proxy_fence();
+      named_barrier_sync(1, kComputing);
+      if (threadIdx.x == 0) tma_store(out, stage.v(), unit.first_value, unit.head, begin);
+    }
+  }
+  wait_for<0>(s);
+}
+
 DEVICE void compute_chunks(const RecurrentParams& p, const TensorMap& out) {
   const int value = warp_id() * kWarpValues;
   Ring<kStages> place;
@@ -203,49 +276,12 @@ DEVICE void compute_chunks(const RecurrentParams& p, const TensorMap& out) {
 #pragma unroll 1
     for (int begin = unit.begin; begin < unit.end; begin += kChunk, place.next()) {
       const Stage stage = stage_at(place.at);
-      const ChunkNumbers& n = numbers_at(place.at);
       mbarrier_wait(stage.full(), place.parity);
-      clear_others(stage, unit.end - begin);
-      Columns u, y;  // u: what the state gives for k, then X, then U
-      begin_with_state(s, place.at, stage, u, y);
-      const Factor v = unit.is_transition() ? Factor{} : load_values(stage, value);
-      if constexpr (kEnds) {
-        if constexpr (kDelta) wait_for<0>(u);
-        take_values(v, n, u);
-        if constexpr (kDelta) {
-          const Factor x = factor_of(u);
-          begin_t(x, stage, u);
-          wait_for<0>(u);
-        }
-      } else if constexpr (kDelta) {
-        wait_for<1>(u);
-        take_values(v, n, u);
-        const Factor x = factor_of(u);
-        begin_t(x, stage, u);
-        wait_for<1>(y);
-        begin_outputs(stage, value, n, skip, y);
-        wait_for<0>(u);
+      if (is_half(unit.end - begin)) {
+        compute_chunk<kBlocks / 2>(p, out, unit, begin, place.at, value, skip, s);
       } else {
-        take_values(v, n, u);
-        wait_for<0>(y);
-        begin_outputs(stage, value, n, skip, y);
+        compute_chunk<kBlocks>(p, out, unit, begin, place.at, value, skip, s);
       }
-      const Factor written = factor_of(u);
-      if constexpr (!kEnds) begin_p(written, stage, y);
-      scale_columns(u, n.written);
-      begin_written(factor_of(u), stage, s);
-      if constexpr (!kEnds) {
-        wait_for<1>(y);
-        place_outputs(stage, value, y);
-        if (unit.end - begin < kChunk) {
-          store_outputs(p, unit, begin, stage, value);
-        } else {
-          async_proxy_fence();
-          named_barrier_sync(1, kComputing);
-          if (threadIdx.x == 0) tma_store(out, stage.v(), unit.first_value, unit.head, begin);
-        }
-      }
-      wait_for<0>(s);
       async_proxy_fence();  // TMA writes where outputs were
       if (threadIdx.x == 0) tma_wait_for_stores();
       __syncwarp();
