@@ -22,16 +22,16 @@ DEVICE u32 place_in(u32 tile, int row, int column) {
   return tile + u32(column / 8 * kColumnBytes + row * 128 + (column % 8 ^ row % 8) * 16);
 }
 
-// Copies rows of up to kChunk tokens, `columns` times 8 elements, to a tile, by all `threads` of a block; zeros for those that are not
-// there. `whole`: all are.
+// Copies rows of up to kChunk tokens, `columns` times 8 elements, to a tile, by all `threads` of a block; zeros for those of the tile's
+// first `rows` that are not there. `whole`: all are.
 template <int columns, int threads, int together = 64, bool whole = false>
-DEVICE void copy_rows(u32 tile, const char* from, long stride, int count) {
+DEVICE void copy_rows(u32 tile, const char* from, long stride, int count, int rows = kChunk) {
   static_assert(columns % 8 == 0 && threads % columns == 0 && kChunk % (threads / columns) == 0);
   constexpr int kRows = threads / columns;  // that are copied at a time
   const int first = int(threadIdx.x) / columns, column = int(threadIdx.x) % columns;
   const char* at = from + first * stride + column * 16;
 #pragma unroll together
-  for (int i = 0; i < kChunk / kRows; ++i, at += kRows * stride) {
+  for (int i = 0; i < (whole ? kChunk : rows) / kRows; ++i, at += kRows * stride) {
     const int row = first + i * kRows;
     if constexpr (whole) {
       copy_async<16>(place_in(tile, row, column), at);

@@ -157,6 +157,8 @@ DEVICE void load_weights(const Stage& stage, const char* weights, Share& share) 
   }
 }
 
+// Segments whose ends are asked for have whole chunks.
+DEVICE bool has_half(const Unit& unit, int begin) { return !kEnds && is_half(unit.end - begin); }
 // Bytes of a chunk that are loaded, without values: of its blocks of weights, and of keys and queries as they are all rows.
 template <int blocks>
 constexpr int loaded_bytes() {
@@ -177,7 +179,7 @@ DEVICE void load_chunks(const RecurrentParams& p, const Maps& maps) {
     if (elect_one()) {
       Share share = of_block;
       const int key_head = ahead.key_head(p), begin = ahead.begin;
-      const bool half = is_half(ahead.unit.end - begin);
+      const bool half = has_half(ahead.unit, begin);
       const int bytes = half ? loaded_bytes<kBlocks / 2>() : loaded_bytes<kBlocks>();
       mbarrier_arrive_expect(stage.full(), bytes + (ahead.unit.is_transition() ? 0 : Stage::values));
 #pragma unroll
@@ -277,7 +279,7 @@ DEVICE void compute_chunks(const RecurrentParams& p, const TensorMap& out) {
     for (int begin = unit.begin; begin < unit.end; begin += kChunk, place.next()) {
       const Stage stage = stage_at(place.at);
       mbarrier_wait(stage.full(), place.parity);
-      if (is_half(unit.end - begin)) {
+      if (has_half(unit, begin)) {
         compute_chunk<kBlocks / 2>(p, out, unit, begin, place.at, value, skip, s);
       } else {
         compute_chunk<kBlocks>(p, out, unit, begin, place.at, value, skip, s);
