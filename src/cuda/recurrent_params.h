@@ -144,6 +144,8 @@ constexpr int recurrent_channel_weights_smem(int dim_k) {
   return kRecurrentChannelTiles * kRecurrentChunk * dim_k * 2 + 2 * 10 * 512 + 16 * dim_k + 1024;
 }
 constexpr int kRecurrentTileValues = 64, kRecurrentChunkStages = 2;
+// On Hopper, where a thread block with decays of channels has the multiprocessor to itself, one more.
+constexpr int recurrent_chunk_sm90_stages(bool channels) { return kRecurrentChunkStages + (channels ? 1 : 0); }
 // The first tokens of a request, which come in chunks: whole chunks, and what is left behind them if it is long enough. How a prompt is cut
 // into steps of whole chunks changes none of it.
 constexpr int chunked_tokens(int least_chunked, int tokens, int drafts) {

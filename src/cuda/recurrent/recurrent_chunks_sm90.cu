@@ -13,7 +13,8 @@ constexpr int kQType = kType;  // that wgmma.cuh asks for
 
 namespace imbrex::cuda {
 
-constexpr int kComputing = 128, kThreads = kRecurrentChunkSm90Threads, kStages = kRecurrentChunkStages;
+constexpr int kComputing = 128, kThreads = kRecurrentChunkSm90Threads,
+              kStages = recurrent_chunk_sm90_stages(kChannelGate);
 // Of a thread. Where a block has the multiprocessor to itself, all have enough.
 constexpr int kOwnRegisters = 65536 / (kThreads * kBlocksTogether), kComputeRegisters = 232, kLoadRegisters = 24;
 constexpr bool kMoved = kOwnRegisters < kComputeRegisters;
