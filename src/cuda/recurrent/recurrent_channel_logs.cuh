@@ -14,6 +14,7 @@ struct Work {
   long k, q, gate, rates, biases;  // where those of the head begin
   ChunkTokens tokens;
   int head;
+  char* weights;
 };
 
 // Which tokens and channels a warp has. A lane has two channels.

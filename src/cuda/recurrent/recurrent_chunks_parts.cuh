@@ -102,6 +102,9 @@ DEVICE ChunkTokens tokens_of_chunk(const RecurrentParams& p, int chunk) {
   const int begin = item.begin + (chunk - first_chunk_of(p, request)) * kChunk;
   return {begin, min(item.end - begin, kChunk)};
 }
+// The chunk that a thread block makes weights of, by its number among those of the round: the last chunk comes first, so that L2 still has
+// what is made of the first ones, and their keys and queries, when these are computed.
+DEVICE int chunk_to_make(const RecurrentParams& p, int number) { return p.end_chunk - 1 - number; }
 DEVICE char* weights_at(const RecurrentParams& p, int chunk, int head) {
   return p.weights + (i64(chunk - p.first_chunk) * p.num_v_heads + head) * WeightsLayout::bytes;
 }

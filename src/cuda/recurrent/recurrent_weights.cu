@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
   griddep_wait();
   SharedStorage& s = shared_storage();
   const int warp = warp_id(), shares = (p.group + kShared - 1) / kShared, parts = p.num_v_heads / p.group * shares;
-  const int chunk = p.first_chunk + int(blockIdx.x) / parts, part = int(blockIdx.x) % parts, key_head = part / shares;
+  const int chunk = chunk_to_make(p, int(blockIdx.x) / parts), part = int(blockIdx.x) % parts, key_head = part / shares;
   const auto [begin, count] = tokens_of_chunk(p, chunk);
   if (count > 0) {
     const int num_blocks = is_half(count) ? kBlocks / 2 : kBlocks;  // of 16 tokens
