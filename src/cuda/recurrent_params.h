@@ -144,8 +144,9 @@ constexpr int recurrent_channel_weights_smem(int dim_k) {
   return kRecurrentChannelTiles * kRecurrentChunk * dim_k * 2 + 2 * 10 * 512 + 16 * dim_k + 1024;
 }
 constexpr int kRecurrentTileValues = 64, kRecurrentChunkStages = 2;
-// On Hopper, where a thread block with decays of channels has the multiprocessor to itself, one more.
-constexpr int recurrent_chunk_sm90_stages(bool channels) { return kRecurrentChunkStages + (channels ? 1 : 0); }
+// On Hopper, where a thread block with decays of channels has the multiprocessor to itself, and where neither queries nor P are there, one
+// more.
+constexpr int recurrent_chunk_sm90_stages(bool channels, bool ends) { return kRecurrentChunkStages + (channels || ends ? 1 : 0); }
 // The first tokens of a request, which come in chunks: whole chunks, and what is left behind them if it is long enough. How a prompt is cut
 // into steps of whole chunks changes none of it.
 constexpr int chunked_tokens(int least_chunked, int tokens, int drafts) {
@@ -178,7 +179,7 @@ constexpr int recurrent_weights_bytes(int dim_k, bool delta, bool channels) {
 // What a chunk takes of shared memory: keys, queries and values of 16 bits, the above, and for sm_90a blocks of zeros between triangles,
 // and mbarriers; there matrices begin at multiples of 1024 bytes.
 constexpr int recurrent_stage_bytes(int dim_k, bool delta, bool channels, bool sm90) {
-  const int zeros = sm90 ? (delta ? 8 : 6) * 512 + 16 : 0, unit = sm90 ? 1024 : 128;
+  const int zeros = sm90 ? (delta ? 8 : 6) * 512 + 32 : 0, unit = sm90 ? 1024 : 128;
   const int rows = kRecurrentChunk * ((channels ? 0 : 2 * dim_k) + kRecurrentTileValues) * 2;
   const int all = rows + recurrent_weights_bytes(dim_k, delta, channels) + zeros;
   return (all + unit - 1) / unit * unit;

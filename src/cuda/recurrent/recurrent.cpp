@@ -138,7 +138,7 @@ std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const Recurrent
   const int sm = arch_number(arch) / 10, room = smem_of(sm, device);
   // Chunks in shared memory: two for Hopper, or three; else one where two have no room, or would leave none for a second thread block.
   const int stage_bytes = recurrent_stage_bytes(dim_k, spec.delta, channels, sm90);
-  const int most_stages = sm90 ? recurrent_chunk_sm90_stages(channels) : kRecurrentChunkStages;
+  const int most_stages = sm90 ? recurrent_chunk_sm90_stages(channels, false) : kRecurrentChunkStages;
   const int stages = sm90 || (!channels && most_stages * stage_bytes <= room) ? most_stages : 1;
   if (stages * stage_bytes > room || (channels && recurrent_channel_weights_smem(dim_k) > room)) return {};
   const gpu::Constant type{"kType", int(spec.dtype)}, state_type{"kStateType", int(spec.state_dtype)}, keys{"kDimK", dim_k},

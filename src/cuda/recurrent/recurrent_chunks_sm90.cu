@@ -14,7 +14,7 @@ constexpr int kQType = kType;  // that wgmma.cuh asks for
 namespace imbrex::cuda {
 
 constexpr int kComputing = 128, kThreads = kRecurrentChunkSm90Threads,
-              kStages = recurrent_chunk_sm90_stages(kChannelGate);
+              kStages = recurrent_chunk_sm90_stages(kChannelGate, kEnds);
 // Of a thread. Where a block has the multiprocessor to itself, all have enough.
 constexpr int kOwnRegisters = 65536 / (kThreads * kBlocksTogether), kComputeRegisters = 232, kLoadRegisters = 24;
 constexpr bool kMoved = kOwnRegisters < kComputeRegisters;
@@ -130,45 +130,77 @@ struct Share {
 };
 
 template <int blocks>
-DEVICE void load_weights(const Stage& stage, const char* weights, Share& share) {
+DEVICE void load_t(const Stage& stage, const char* weights, Share& share) {
   constexpr bool kWhole = blocks == kBlocks;
-  constexpr int kRowBytes = blocks * 16 * 128;  // of 64 channels
-  const u32 full = stage.full();
-  if (kDelta && share.takes_of_head()) {
-    share.load_blocks<TOrder, 0, 2>(stage.t(), weights, full);
-    share.load_blocks<TOrder, 2, kWhole ? 7 : 1>(stage.t(), weights, full);
-    if constexpr (kWhole) share.load_blocks<TOrder, 9, 1>(stage.t(), weights, full);
-  }
-  if (!kEnds && share.takes_of_head()) {
-    const char* const p = weights + WeightsLayout::p;
-    share.load_blocks<POrder, 0, blocks>(stage.p(), p, full);
-    share.load_blocks<POrder, 4, blocks - 1>(stage.p(), p, full);
-    if constexpr (kWhole) share.load_blocks<POrder, 7, 2>(stage.p(), p, full), share.load_blocks<POrder, 9, 1>(stage.p(), p, full);
-  }
-  if (share.takes_of_head()) share.load(stage.at + Stage::numbers_at, weights + WeightsLayout::numbers, sizeof(ChunkNumbers), full);
-  if constexpr (kChannelGate) {
-    if (share.takes_of_head()) share.load(stage.at + Stage::decays_at, weights + WeightsLayout::decays, kDimK * 4, full);
-#pragma unroll
-    for (int part = 0; part < kDimK / 64; ++part) {
-      const int at = part * kColumnBytes;
-      if (share.takes_of_head()) share.load(stage.k() + u32(at), weights + WeightsLayout::known + at, kRowBytes, full);
-      if (!kEnds && share.takes_of_head()) share.load(stage.q() + u32(at), weights + WeightsLayout::asked + at, kRowBytes, full);
-      if (share.takes_of_head()) share.load(stage.written() + u32(at), weights + WeightsLayout::written + at, kRowBytes, full);
-    }
+  share.load_blocks<TOrder, 0, 2>(stage.t(), weights, stage.full());
+  share.load_blocks<TOrder, 2, kWhole ? 7 : 1>(stage.t(), weights, stage.full());
+  if constexpr (kWhole) share.load_blocks<TOrder, 9, 1>(stage.t(), weights, stage.full());
+}
+template <int blocks>
+DEVICE void load_p(const Stage& stage, const char* weights, Share& share) {
+  share.load_blocks<POrder, 0, blocks>(stage.p(), weights, stage.full());
+  share.load_blocks<POrder, 4, blocks - 1>(stage.p(), weights, stage.full());
+  if constexpr (blocks == kBlocks) {
+    share.load_blocks<POrder, 7, 2>(stage.p(), weights, stage.full());
+    share.load_blocks<POrder, 9, 1>(stage.p(), weights, stage.full());
   }
 }
 
+// A chunk is loaded in two parts. Its front is what nobody reads any more once T X is there: queries, T and, where channels have decays of
+// their own, the keys that the state multiplies. So the front of the chunk after the next one is on its way while the rest of this one is
+// read. With kEnds there is no front.
+constexpr bool kHasFront = !kEnds;
+constexpr int kFirstTurnOfRest = 1;  // so that blocks of a cluster load as much as each other
+
+template <int blocks>
+DEVICE void load_front(const Stage& stage, const Maps& maps, const char* weights, int key_head, int begin, u64 l2, Share& share) {
+  constexpr int kRowBytes = blocks * 16 * 128;  // of 64 channels
+#pragma unroll
+  for (int part = 0; part < kDimK / 64; ++part) {
+    const int at = part * kColumnBytes;
+    if constexpr (!kChannelGate) {
+      share.load(stage.q() + u32(at), maps.q, stage.full(), l2, 64 * part, key_head, begin);
+    } else {
+      if (kDelta && share.takes_of_head()) share.load(stage.k() + u32(at), weights + WeightsLayout::known + at, kRowBytes, stage.full());
+      if (share.takes_of_head()) share.load(stage.q() + u32(at), weights + WeightsLayout::asked + at, kRowBytes, stage.full());
+    }
+  }
+  if (kDelta && share.takes_of_head()) load_t<blocks>(stage, weights, share);
+}
+template <int blocks>
+DEVICE void load_rest(const Stage& stage, const Maps& maps, const char* weights, int key_head, int begin, u64 l2, Share& share) {
+  constexpr int kRowBytes = blocks * 16 * 128;
+#pragma unroll
+  for (int part = 0; part < kDimK / 64; ++part) {
+    const int at = part * kColumnBytes;
+    if constexpr (!kChannelGate) {
+      share.load(stage.k() + u32(at), maps.k, stage.full(), l2, 64 * part, key_head, begin);
+    } else {
+      if (kDelta && !kHasFront && share.takes_of_head())
+        share.load(stage.k() + u32(at), weights + WeightsLayout::known + at, kRowBytes, stage.full());
+      if (share.takes_of_head()) share.load(stage.written() + u32(at), weights + WeightsLayout::written + at, kRowBytes, stage.full());
+    }
+  }
+  if (kDelta && !kHasFront && share.takes_of_head()) load_t<blocks>(stage, weights, share);
+  if (!kEnds && share.takes_of_head()) load_p<blocks>(stage, weights + WeightsLayout::p, share);
+  if (share.takes_of_head())
+    share.load(stage.at + Stage::numbers_at, weights + WeightsLayout::numbers, sizeof(ChunkNumbers), stage.full());
+  if (kChannelGate && share.takes_of_head())
+    share.load(stage.at + Stage::decays_at, weights + WeightsLayout::decays, kDimK * 4, stage.full());
+}
+
+// Bytes of both parts without values, of a chunk's blocks of weights; of keys and queries as they are all rows come.
+template <int blocks>
+struct LoadedBytes {
+  static constexpr int triangle = blocks * (blocks + 1) / 2 * kBlockBytes, rows = blocks * 16 * kDimK * kSize,
+                       known = (kDelta ? triangle : 0) + (kChannelGate && kDelta ? rows : 0), asked = kChannelGate ? rows : Stage::keys,
+                       front = kHasFront ? known + asked : 0,
+                       rest = (kHasFront ? 0 : known) + (kEnds ? 0 : triangle) + (kChannelGate ? rows + kDimK * 4 : Stage::keys) +
+                              int(sizeof(ChunkNumbers));
+};
+
 // Segments whose ends are asked for have whole chunks.
 DEVICE bool has_half(const Unit& unit, int begin) { return !kEnds && is_half(unit.end - begin); }
-// Bytes of a chunk that are loaded, without values: of its blocks of weights, and of keys and queries as they are all rows.
-template <int blocks>
-constexpr int loaded_bytes() {
-  constexpr int kTriangle = blocks * (blocks + 1) / 2 * kBlockBytes, kTiles = kEnds ? 1 : 2, kRows = blocks * 16 * kDimK * kSize;
-  return int(sizeof(ChunkNumbers)) + ((kDelta ? 1 : 0) + (kEnds ? 0 : 1)) * kTriangle +
-         (kChannelGate ? (1 + kTiles) * kRows + kDimK * 4 : kTiles * Stage::keys);
-}
-static_assert(loaded_bytes<kBlocks>() ==
-              WeightsLayout::bytes + (kChannelGate ? 0 : 2 * Stage::keys) - (kEnds ? Stage::keys + kTriangleBytes : 0));
 // By a warp.
 DEVICE void load_chunks(const RecurrentParams& p, const Maps& maps) {
   const u64 l2 = l2_normal();
@@ -176,20 +208,28 @@ DEVICE void load_chunks(const RecurrentParams& p, const Maps& maps) {
   Ring<kStages> place;
   for (ChunkCursor ahead(p); ahead.is_there(); ahead.next(p), place.next()) {
     const Stage stage = stage_at(place.at);
-    mbarrier_wait(stage.empty(), place.parity ^ 1);
+    const int key_head = ahead.key_head(p), begin = ahead.begin;
+    const char* const weights = ahead.weights(p);
+    const bool half = has_half(ahead.unit, begin);
+    if constexpr (kHasFront) {
+      mbarrier_wait(stage.front_empty(), place.parity ^ 1);
+      if (elect_one()) {
+        Share share = of_block;
+        mbarrier_arrive_expect(stage.full(), half ? LoadedBytes<kBlocks / 2>::front : LoadedBytes<kBlocks>::front);
+        half ? load_front<kBlocks / 2>(stage, maps, weights, key_head, begin, l2, share)
+             : load_front<kBlocks>(stage, maps, weights, key_head, begin, l2, share);
+      }
+      __syncwarp();
+    }
+    mbarrier_wait(stage.rest_empty(), place.parity ^ 1);
     if (elect_one()) {
       Share share = of_block;
-      const int key_head = ahead.key_head(p), begin = ahead.begin;
-      const bool half = has_half(ahead.unit, begin);
-      const int bytes = half ? loaded_bytes<kBlocks / 2>() : loaded_bytes<kBlocks>();
+      share.turn = kFirstTurnOfRest;
+      const int bytes = half ? LoadedBytes<kBlocks / 2>::rest : LoadedBytes<kBlocks>::rest;
       mbarrier_arrive_expect(stage.full(), bytes + (ahead.unit.is_transition() ? 0 : Stage::values));
-#pragma unroll
-      for (int column = 0; !kChannelGate && column < kDimK / 64; ++column) {
-        share.load(stage.k() + u32(column * kColumnBytes), maps.k, stage.full(), l2, 64 * column, key_head, begin);
-        if constexpr (!kEnds) share.load(stage.q() + u32(column * kColumnBytes), maps.q, stage.full(), l2, 64 * column, key_head, begin);
-      }
+      half ? load_rest<kBlocks / 2>(stage, maps, weights, key_head, begin, l2, share)
+           : load_rest<kBlocks>(stage, maps, weights, key_head, begin, l2, share);
       if (!ahead.unit.is_transition()) tma_load(stage.v(), maps.v, stage.full(), l2, ahead.unit.first_value, ahead.unit.head, begin);
-      half ? load_weights<kBlocks / 2>(stage, ahead.weights(p), share) : load_weights<kBlocks>(stage, ahead.weights(p), share);
     }
     __syncwarp();
   }
@@ -212,17 +252,32 @@ DEVICE void clear_others(const Stage& stage, int count) {
 }
 
 // In all blocks that load to this one's stage.
-DEVICE void release(const Stage& stage) {
+DEVICE void release(u32 empty) {
+  __syncwarp();
   if constexpr (kCluster > 1) {
-    if (lane_id() < kCluster) mbarrier_arrive_at<false>(stage.empty(), u32(lane_id()));
+    if (lane_id() < kCluster) mbarrier_arrive_at<false>(empty, u32(lane_id()));
   } else {
-    if (lane_id() == 0) mbarrier_arrive(stage.empty());
+    if (lane_id() == 0) mbarrier_arrive(empty);
+  }
+}
+
+// Outputs of whole chunks leave by TMA, by a warp of their own, so that nobody else waits until they have been read.
+DEVICE void store_chunks(const RecurrentParams& p, const TensorMap& out) {
+  Ring<kStages> place;
+  for (ChunkCursor chunk(p); chunk.is_there(); chunk.next(p), place.next()) {
+    const Stage stage = stage_at(place.at);
+    mbarrier_wait(stage.placed(), place.parity);
+    if (elect_one() && chunk.unit.end - chunk.begin >= kChunk) {
+      tma_store(out, stage.v(), chunk.unit.first_value, chunk.unit.head, chunk.begin);
+      tma_wait_for_stores();
+    }
+    release(stage.rest_empty());
   }
 }
 
 // A chunk of a unit, or its first half, which is at a place of shared memory.
 template <int blocks>
-DEVICE void compute_chunk(const RecurrentParams& p, const TensorMap& out, const Unit& unit, int begin, int at, int value, float skip,
+DEVICE void compute_chunk(const RecurrentParams& p, const Unit& unit, int begin, int at, int value, float skip,
                           Sums& s) {
   const Stage stage = stage_at(at);
   const ChunkNumbers& n = numbers_at(at);
@@ -251,6 +306,7 @@ DEVICE void compute_chunk(const RecurrentParams& p, const TensorMap& out, const 
     wait_for<0>(y);
     begin_outputs(stage, value, n, skip, y);
   }
+  if constexpr (kHasFront) release(stage.front_empty());
   const Factor<blocks> written = factor_of(u);
   if constexpr (!kEnds) begin_p(written, stage, y);
   scale_columns(u, n.written);
@@ -258,18 +314,15 @@ DEVICE void compute_chunk(const RecurrentParams& p, const TensorMap& out, const 
   if constexpr (!kEnds) {
     wait_for<1>(y);
     place_outputs(stage, value, y);
-    if (blocks < kBlocks || unit.end - begin < kChunk) {
-      store_outputs<blocks>(p, unit, begin, stage, value);
-    } else {
-      async_proxy_fence();
-      named_barrier_sync(1, kComputing);
-      if (threadIdx.x == 0) tma_store(out, stage.v(), unit.first_value, unit.head, begin);
-    }
+    if (blocks < kBlocks || unit.end - begin < kChunk) store_outputs<blocks>(p, unit, begin, stage, value);
+    async_proxy_fence();  // TMA reads outputs, and writes where they were
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(stage.placed());
   }
   wait_for<0>(s);
 }
 
-DEVICE void compute_chunks(const RecurrentParams& p, const TensorMap& out) {
+DEVICE void compute_chunks(const RecurrentParams& p) {
   const int value = warp_id() * kWarpValues;
   Ring<kStages> place;
   for (Unit unit(p); unit.is_there(); unit.next(p)) {
@@ -281,14 +334,11 @@ DEVICE void compute_chunks(const RecurrentParams& p, const TensorMap& out) {
       const Stage stage = stage_at(place.at);
       mbarrier_wait(stage.full(), place.parity);
       if (has_half(unit, begin)) {
-        compute_chunk<kBlocks / 2>(p, out, unit, begin, place.at, value, skip, s);
+        compute_chunk<kBlocks / 2>(p, unit, begin, place.at, value, skip, s);
       } else {
-        compute_chunk<kBlocks>(p, out, unit, begin, place.at, value, skip, s);
+        compute_chunk<kBlocks>(p, unit, begin, place.at, value, skip, s);
       }
-      async_proxy_fence();  // TMA writes where outputs were
-      if (threadIdx.x == 0) tma_wait_for_stores();
-      __syncwarp();
-      release(stage);
+      release(stage.rest_empty());
     }
     end_sums(p, unit, value, s);
   }
@@ -306,7 +356,7 @@ DEVICE void clear_zeros(int triangle) {
 }
 DEVICE void clear_zeros() {
   if constexpr (kDelta) clear_zeros<TOrder>(Stage::t_at);
-  clear_zeros<POrder>(Stage::p_at);
+  if constexpr (kHasQueries) clear_zeros<POrder>(Stage::p_at);
 }
 
 DEVICE void sync_together() {
@@ -324,8 +374,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int place = 0; place < kStages; ++place) {
-      mbarrier_init(stage_at(place).full(), 1);
-      mbarrier_init(stage_at(place).empty(), kComputing / 32 * kCluster);
+      const Stage stage = stage_at(place);
+      mbarrier_init(stage.full(), kHasFront ? 2 : 1);
+      mbarrier_init(stage.front_empty(), kComputing / 32 * kCluster);
+      mbarrier_init(stage.rest_empty(), (kComputing / 32 + (kEnds ? 0 : 1)) * kCluster);
+      mbarrier_init(stage.placed(), kComputing / 32);
     }
     mbarrier_fence_init();
   }
@@ -336,10 +389,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
   if constexpr (kMoved) registers_shrink<kOwnRegisters>();  // what each has beside the other blocks
   if (threadIdx.x < kComputing) {
     if constexpr (kMoved) registers_grow<kComputeRegisters>();
-    compute_chunks(p, out_map);
+    compute_chunks(p);
   } else {
     if constexpr (kMoved) registers_shrink<kLoadRegisters>();
     if (warp_id() == kComputing / 32) load_chunks(p, {q_map, k_map, v_map});
+    if (!kEnds && warp_id() == kComputing / 32 + 1) store_chunks(p, out_map);
   }
   griddep_launch();
   if constexpr (kCluster > 1) cluster_sync();  // what others load comes to a block that is there
