@@ -348,6 +348,26 @@ TEST_F(RecurrentOnFakeDriver, LongRequestsComeInSegments) {
   }
 }
 
+// What a request's last chunk is without the tokens that others have behind these: the same bits, whichever of its blocks are computed.
+TEST_F(RecurrentOnFakeDriver, TokensOfAChunkDoNotDependOnLaterOnes) {
+  for (const RecurrentVariant& variant : recurrent_variants()) {
+    if (!variant.chunks() || variant.layer.has_output_stage()) continue;
+    use(variant);
+    RecurrentCase c{.name = variant.name, .spec = variant.layer};
+    for (const int tokens : {kRecurrentChunk, 16, 17, 24, 31, 32, 33, 40, 48, 49, 63}) c.requests.push_back({.q_len = tokens, .id = 1});
+    const RecurrentCaseInputs in = make_inputs(c);
+    const RecurrentRunResult result = run(in);
+    const RecurrentJudgement judgement = judge(expect(in, 0, true), in, result);
+    EXPECT_TRUE(judgement.pass()) << c.name << ": " << judgement.failure;
+    const int64_t row = int64_t(c.spec.num_v_heads) * c.spec.head_dim_v;
+    auto first = result.out.begin();
+    for (const StateCaseRequest& r : c.requests) {
+      EXPECT_TRUE(std::equal(first, first + r.q_len * row, result.out.begin())) << c.name << ", " << r.q_len;
+      first += r.q_len * row;
+    }
+  }
+}
+
 // Where no request is long there are none, nor where there would be more than one round of chunks, nor where a balanced step has other
 // requests for the multiprocessors.
 TEST_F(RecurrentOnFakeDriver, SegmentsAreForFewHeads) {
