@@ -11,17 +11,16 @@ constexpr int kTileValues = kRecurrentTileValues, kTiles = kDimV / kTileValues; 
 constexpr int kMoreTiles = kDelta ? kDimK / kTileValues : 1, kUnits = kTiles + (kEnds ? kMoreTiles : 0);
 static_assert(kTileValues == 64 && kDimV % kTileValues == 0);
 
-// Of shared memory, what a chunk takes. Matrices begin where the swizzle of 128 bytes does. Where there is room for more chunks without
-// them, neither queries nor P have a place when nobody reads them.
+// Of shared memory, what a chunk takes. Matrices begin where the swizzle of 128 bytes does. Where wgmma reads them, neither queries nor P
+// have a place when nobody asks for outputs.
 constexpr bool kHasQueries = !(kEnds && kPadded);
 struct Stage {
   static constexpr int keys = kChunk * kDimK * kSize, values = kChunk * kTileValues * kSize, q_at = keys,
                        written_at = q_at + (kHasQueries ? keys : 0), v_at = written_at + (kChannelGate ? keys : 0), t_at = v_at + values,
                        p_at = t_at + (kDelta ? TOrder::padded_bytes : 0), numbers_at = p_at + (kHasQueries ? POrder::padded_bytes : 0),
                        decays_at = numbers_at + int(sizeof(ChunkNumbers)), barriers_at = decays_at + (kChannelGate ? kDimK * 4 : 0),
-                       all_bytes = recurrent_stage_bytes(kDimK, kDelta, kChannelGate, kPadded), end = barriers_at + (kPadded ? 32 : 0),
-                       bytes = kHasQueries ? all_bytes : (end + 1023) / 1024 * 1024;
-  static_assert(end <= bytes && bytes <= all_bytes);
+                       bytes = recurrent_stage_bytes(kDimK, kDelta, kChannelGate, kPadded, kEnds);
+  static_assert(barriers_at + (kPadded ? 32 : 0) <= bytes);
   u32 at;
   DEVICE u32 k() const { return at; }
   DEVICE u32 q() const { return at + q_at; }

@@ -13,12 +13,21 @@ constexpr int kQType = kType;  // that wgmma.cuh asks for
 
 namespace imbrex::cuda {
 
-constexpr int kComputing = 128, kThreads = kRecurrentChunkSm90Threads,
-              kStages = recurrent_chunk_sm90_stages(kChannelGate, kEnds);
+constexpr int kComputing = 128, kThreads = kRecurrentChunkSm90Threads;
 // Of a thread. Where a block has the multiprocessor to itself, all have enough.
 constexpr int kOwnRegisters = 65536 / (kThreads * kBlocksTogether), kComputeRegisters = 232, kLoadRegisters = 24;
 constexpr bool kMoved = kOwnRegisters < kComputeRegisters;
-extern "C" __device__ const unsigned smem_bytes = kStages * Stage::bytes;
+// Where a block has the multiprocessor to itself; RecurrentParams::chunk_stages says how many chunks there are.
+extern "C" __device__ const unsigned smem_bytes = recurrent_chunk_sm90_stages(Stage::bytes, 1) * Stage::bytes;
+
+// A place in shared memory, and the parity of the phases of its mbarriers.
+struct Place {
+  int at = 0;
+  u32 parity = 0;
+  DEVICE void next(const RecurrentParams& p) {
+    if (++at == p.chunk_stages) at = 0, parity ^= 1;
+  }
+};
 
 DEVICE float (&all_of(Sums& s))[kDimK / 2] { return *reinterpret_cast<float(*)[kDimK / 2]>(s.of); }
 template <int blocks>
@@ -205,8 +214,8 @@ DEVICE bool has_half(const Unit& unit, int begin) { return !kEnds && is_half(uni
 DEVICE void load_chunks(const RecurrentParams& p, const Maps& maps) {
   const u64 l2 = l2_normal();
   const Share of_block;
-  Ring<kStages> place;
-  for (ChunkCursor ahead(p); ahead.is_there(); ahead.next(p), place.next()) {
+  Place place;
+  for (ChunkCursor ahead(p); ahead.is_there(); ahead.next(p), place.next(p)) {
     const Stage stage = stage_at(place.at);
     const int key_head = ahead.key_head(p), begin = ahead.begin;
     const char* const weights = ahead.weights(p);
@@ -263,8 +272,8 @@ DEVICE void release(u32 empty) {
 
 // Outputs of whole chunks leave by TMA, by a warp of their own, so that nobody else waits until they have been read.
 DEVICE void store_chunks(const RecurrentParams& p, const TensorMap& out) {
-  Ring<kStages> place;
-  for (ChunkCursor chunk(p); chunk.is_there(); chunk.next(p), place.next()) {
+  Place place;
+  for (ChunkCursor chunk(p); chunk.is_there(); chunk.next(p), place.next(p)) {
     const Stage stage = stage_at(place.at);
     mbarrier_wait(stage.placed(), place.parity);
     if (elect_one() && chunk.unit.end - chunk.begin >= kChunk) {
@@ -324,13 +333,13 @@ DEVICE void compute_chunk(const RecurrentParams& p, const Unit& unit, int begin,
 
 DEVICE void compute_chunks(const RecurrentParams& p) {
   const int value = warp_id() * kWarpValues;
-  Ring<kStages> place;
+  Place place;
   for (Unit unit(p); unit.is_there(); unit.next(p)) {
     Sums s;
     begin_sums(p, unit, value, s);
     const float skip = kSkip ? p.skip[unit.head] : 0.f;
 #pragma unroll 1
-    for (int begin = unit.begin; begin < unit.end; begin += kChunk, place.next()) {
+    for (int begin = unit.begin; begin < unit.end; begin += kChunk, place.next(p)) {
       const Stage stage = stage_at(place.at);
       mbarrier_wait(stage.full(), place.parity);
       if (has_half(unit, begin)) {
@@ -346,17 +355,17 @@ DEVICE void compute_chunks(const RecurrentParams& p) {
 
 // Blocks of zeros of all stages, once, by all threads of a block.
 template <class Order>
-DEVICE void clear_zeros(int triangle) {
+DEVICE void clear_zeros(int stages, int triangle) {
   constexpr int kWords = kBlockBytes / 16;
 #pragma unroll
   for (int block = 0; block < Order::num_zeros; ++block)
-    for (int i = int(threadIdx.x); i < kStages * kWords; i += kThreads)
+    for (int i = int(threadIdx.x); i < stages * kWords; i += kThreads)
       *reinterpret_cast<uint4*>(block_memory() + i / kWords * Stage::bytes + triangle + Order::zeros[block] * kBlockBytes +
                                 i % kWords * 16) = {};
 }
-DEVICE void clear_zeros() {
-  if constexpr (kDelta) clear_zeros<TOrder>(Stage::t_at);
-  if constexpr (kHasQueries) clear_zeros<POrder>(Stage::p_at);
+DEVICE void clear_zeros(int stages) {
+  if constexpr (kDelta) clear_zeros<TOrder>(stages, Stage::t_at);
+  if constexpr (kHasQueries) clear_zeros<POrder>(stages, Stage::p_at);
 }
 
 DEVICE void sync_together() {
@@ -372,8 +381,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
                      const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                      const __grid_constant__ TensorMap out_map) {
   if (threadIdx.x == 0) {
-#pragma unroll
-    for (int place = 0; place < kStages; ++place) {
+#pragma unroll 1
+    for (int place = 0; place < p.chunk_stages; ++place) {
       const Stage stage = stage_at(place);
       mbarrier_init(stage.full(), kHasFront ? 2 : 1);
       mbarrier_init(stage.front_empty(), kComputing / 32 * kCluster);
@@ -382,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
     }
     mbarrier_fence_init();
   }
-  clear_zeros();
+  clear_zeros(p.chunk_stages);
   async_proxy_fence();
   sync_together();
   griddep_wait();

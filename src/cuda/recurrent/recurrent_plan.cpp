@@ -201,11 +201,16 @@ void RecurrentCudaPlan::launch_tokens(const RecurrentParams& p, bool aligned, in
 void RecurrentCudaPlan::launch_chunks(const RecurrentParams& params, const ChunkMaps& maps, int64_t num_tokens, int64_t num_reqs,
                                       CUstream cu) const {
   const int64_t numbers = std::max<int64_t>(ChunkRounds::numbers(num_tokens, num_reqs), 1);
-  const int64_t most_blocks = int64_t(std::max(device_.num_workers, 1)) * chunks_->blocks_together;
-  const auto launch = [&](const Kernel& kernel, int64_t units, unsigned cluster, const RecurrentParams& p) {
+  const int64_t workers = std::max(device_.num_workers, 1), most_blocks = workers * chunks_->blocks_together;
+  // Blocks that have a multiprocessor each have more chunks in shared memory.
+  const auto launch = [&](const Kernel& kernel, int64_t units, unsigned cluster, int stage_bytes, RecurrentParams p) {
     const int64_t blocks = std::max<int64_t>(std::min(units, most_blocks) / cluster, 1) * cluster;
-    const LaunchShape shape{
+    LaunchShape shape{
         .grid_x = unsigned(blocks), .threads = unsigned(chunks_->threads), .cluster = cluster, .programmatic = device_.sm >= 90};
+    if (stage_bytes > 0) {
+      p.chunk_stages = recurrent_chunk_sm90_stages(stage_bytes, blocks <= workers ? 1 : chunks_->blocks_together);
+      shape.smem_bytes = unsigned(p.chunk_stages * stage_bytes);
+    }
     chunks_->maps ? kernel.launch(shape, cu, p, maps.q, maps.k, maps.v, maps.out) : kernel.launch(shape, cu, p);
   };
   RecurrentParams p = params;
@@ -222,13 +227,13 @@ void RecurrentCudaPlan::launch_chunks(const RecurrentParams& params, const Chunk
         {.grid_x = unsigned(weights_blocks), .threads = unsigned(chunks_->weights_threads), .programmatic = device_.sm >= 90}, cu, p);
     if (p.most_segments > 1) {
       p.segments = carried(0);
-      launch(chunk_entries_[2], num_reqs * p.most_segments * chunks_->ends_units, 1, p);
+      launch(chunk_entries_[2], num_reqs * p.most_segments * chunks_->ends_units, 1, chunks_->ends_stage_bytes, p);
       chunk_entries_[3].launch({.grid_x = unsigned(std::min(num_reqs * chunks_->segments_units, most_blocks)),
                                 .threads = unsigned(kRecurrentJoinThreads),
                                 .programmatic = device_.sm >= 90},
                                cu, p);
     }
-    launch(chunk_entries_[1], num_reqs * p.most_segments * chunks_->units, chunks_->cluster, p);
+    launch(chunk_entries_[1], num_reqs * p.most_segments * chunks_->units, chunks_->cluster, chunks_->stage_bytes, p);
   }
 }
 
