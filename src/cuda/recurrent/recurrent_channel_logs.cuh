@@ -14,7 +14,6 @@ struct Work {
   long k, q, gate, rates, biases;  // where those of the head begin
   ChunkTokens tokens;
   int head;
-  char* weights;
 };
 
 // Which tokens and channels a warp has. A lane has two channels.

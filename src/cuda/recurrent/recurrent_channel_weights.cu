@@ -344,9 +344,8 @@ DEVICE void make_tiles(const RecurrentParams& p, const Part& part, char* weights
 
 // Finds the thread block's work, by one warp for all.
 DEVICE void find_work(const RecurrentParams& p, Work& work) {
-  const u32 heads = u32(p.num_v_heads), number = blockIdx.x / heads, head = blockIdx.x - number * heads, key_head = head / u32(p.group);
-  const int chunk = chunk_to_make(p, int(number));
-  const ChunkTokens tokens = tokens_of_chunk(p, chunk);
+  const u32 heads = u32(p.num_v_heads), chunk = blockIdx.x / heads, head = blockIdx.x - chunk * heads, key_head = head / u32(p.group);
+  const ChunkTokens tokens = tokens_of_chunk(p, p.first_chunk + int(chunk));
   if (lane_id() != 0) return;
   work = {key_head * p.k_head_stride,
           key_head * p.q_head_stride,
@@ -354,8 +353,7 @@ DEVICE void find_work(const RecurrentParams& p, Work& work) {
           head * p.rates_stride,
           head * p.bias_stride,
           tokens,
-          int(head),
-          weights_at(p, chunk, int(head))};
+          int(head)};
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
@@ -366,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
   if (warp == 0) find_work(p, s.work);
   __syncthreads();
   if (s.work.tokens.count > 0) {
-    char* const weights = s.work.weights;
+    char* const weights = p.weights + i64(blockIdx.x) * WeightsLayout::bytes;  // weights_at()
     make_tiles(p, part_of(warp, s.work.tokens), weights, s);
     __syncthreads();
     const int num_blocks = is_half(s.work.tokens.count) ? kBlocks / 2 : kBlocks;  // of 16 tokens

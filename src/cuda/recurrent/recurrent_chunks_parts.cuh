@@ -22,16 +22,16 @@ DEVICE u32 place_in(u32 tile, int row, int column) {
   return tile + u32(column / 8 * kColumnBytes + row * 128 + (column % 8 ^ row % 8) * 16);
 }
 
-// Copies rows of up to kChunk tokens, `columns` times 8 elements, to a tile, by all `threads` of a block; zeros for those of the tile's
-// first `rows` that are not there. `whole`: all are.
+// Copies rows of up to kChunk tokens, `columns` times 8 elements, to a tile, by all `threads` of a block; zeros for those that are not
+// there. `whole`: all are.
 template <int columns, int threads, int together = 64, bool whole = false>
-DEVICE void copy_rows(u32 tile, const char* from, long stride, int count, int rows = kChunk) {
+DEVICE void copy_rows(u32 tile, const char* from, long stride, int count) {
   static_assert(columns % 8 == 0 && threads % columns == 0 && kChunk % (threads / columns) == 0);
   constexpr int kRows = threads / columns;  // that are copied at a time
   const int first = int(threadIdx.x) / columns, column = int(threadIdx.x) % columns;
   const char* at = from + first * stride + column * 16;
 #pragma unroll together
-  for (int i = 0; i < (whole ? kChunk : rows) / kRows; ++i, at += kRows * stride) {
+  for (int i = 0; i < kChunk / kRows; ++i, at += kRows * stride) {
     const int row = first + i * kRows;
     if constexpr (whole) {
       copy_async<16>(place_in(tile, row, column), at);
@@ -64,10 +64,10 @@ struct POrder {
   static constexpr int index(int row, int column) { return 3 * column - column * (column - 1) / 2 + row; }
   static constexpr int pad(int index) { return kPadded ? index + (index >= 4) + 2 * (index >= 7) + 3 * (index >= 9) : index; }
 };
-// For wgmma a chunk of no more tokens than the first half of its rows has nothing but that half: of the others' blocks and rows nothing is
-// made, copied or multiplied.
+// For wgmma, where channels have decays of their own, a chunk of no more tokens than the first half of its rows has nothing but that half:
+// of the others' blocks and rows nothing is made, copied or multiplied.
 constexpr int kHalf = kChunk / 2;
-DEVICE bool is_half(int count) { return kPadded && count <= kHalf; }
+DEVICE bool is_half(int count) { return kPadded && kChannelGate && count <= kHalf; }
 
 DEVICE int place_in_block(int row, int half) { return row * 32 + (half ^ row / 4 % 2) * 16; }
 // Where the two words of a lane's part of a product lie, rows lane / 4 and 8 further on, in the left or the right half.
@@ -102,9 +102,6 @@ DEVICE ChunkTokens tokens_of_chunk(const RecurrentParams& p, int chunk) {
   const int begin = item.begin + (chunk - first_chunk_of(p, request)) * kChunk;
   return {begin, min(item.end - begin, kChunk)};
 }
-// The chunk that a thread block makes weights of, by its number among those of the round: the last chunk comes first, so that L2 still has
-// what is made of the first ones, and their keys and queries, when these are computed.
-DEVICE int chunk_to_make(const RecurrentParams& p, int number) { return p.end_chunk - 1 - number; }
 DEVICE char* weights_at(const RecurrentParams& p, int chunk, int head) {
   return p.weights + (i64(chunk - p.first_chunk) * p.num_v_heads + head) * WeightsLayout::bytes;
 }

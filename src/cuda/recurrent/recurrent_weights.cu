@@ -196,10 +196,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
   griddep_wait();
   SharedStorage& s = shared_storage();
   const int warp = warp_id(), shares = (p.group + kShared - 1) / kShared, parts = p.num_v_heads / p.group * shares;
-  const int chunk = chunk_to_make(p, int(blockIdx.x) / parts), part = int(blockIdx.x) % parts, key_head = part / shares;
+  const int chunk = p.first_chunk + int(blockIdx.x) / parts, part = int(blockIdx.x) % parts, key_head = part / shares;
   const auto [begin, count] = tokens_of_chunk(p, chunk);
   if (count > 0) {
-    const int num_blocks = is_half(count) ? kBlocks / 2 : kBlocks;  // of 16 tokens
     const u32 k = shared_address(memory), q = k + sizeof s.tiles.k, blocks = shared_address(memory) + u32(s.factors.blocks[0] - memory);
     const char* const from_k = p.k + begin * p.k_token_stride + key_head * p.k_head_stride;
     const char* const from_q = p.q + begin * p.q_token_stride + key_head * p.q_head_stride;
@@ -207,8 +206,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
       copy_rows<kDimK / 8, kThreads, 64, true>(k, from_k, p.k_token_stride, count);
       copy_rows<kDimK / 8, kThreads, 64, true>(q, from_q, p.q_token_stride, count);
     } else {
-      copy_rows<kDimK / 8, kThreads, 1>(k, from_k, p.k_token_stride, count, 16 * num_blocks);
-      copy_rows<kDimK / 8, kThreads, 1>(q, from_q, p.q_token_stride, count, 16 * num_blocks);
+      copy_rows<kDimK / 8, kThreads, 1>(k, from_k, p.k_token_stride, count);
+      copy_rows<kDimK / 8, kThreads, 1>(q, from_q, p.q_token_stride, count);
     }
     copy_async_commit();
     const int first = key_head * p.group + part % shares * kShared, heads = min((key_head + 1) * p.group - first, kShared);
@@ -216,35 +215,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
     copy_async_wait<0>();
     __syncthreads();
     const int own = (warp + int(blockIdx.x)) % kBlocks;  // block of tokens
-    const bool is_there = own < num_blocks;
     Scores scores;
     float queries[2][4];
-    if (is_there) {
-      multiply_tokens(k, q, own, scores, queries);
-      store_norms(scores, queries, own, s);
-    }
+    multiply_tokens(k, q, own, scores, queries);
+    store_norms(scores, queries, own, s);
     __syncthreads();
-    if (is_there) scale_scores(p, s, own, scores);
+    scale_scores(p, s, own, scores);
     for (int i = warp; i < heads; i += kWarps)
       store_numbers(p, s, s.of_head[i], *reinterpret_cast<ChunkNumbers*>(weights_at(p, chunk, first + i) + WeightsLayout::numbers));
 #pragma unroll 1
-    for (int i = 0; is_there && i < heads; ++i) store_scores(scores, own, s, i, weights_at(p, chunk, first + i));
+    for (int i = 0; i < heads; ++i) store_scores(scores, own, s, i, weights_at(p, chunk, first + i));
     if constexpr (kDelta) {
       __syncthreads();
 #pragma unroll 1
       for (int pair = warp; pair < heads * kBlocks / 2; pair += kWarps) {
         const int i = pair / (kBlocks / 2), block = pair % (kBlocks / 2) * 2;
-        if (block >= num_blocks) continue;
         char* const of_head = s.factors.blocks[i];
         invert_diagonals(s.factors.diagonals[i] + block, of_head + TOrder::index(block, block) * kBlockBytes,
                          of_head + TOrder::index(block + 1, block + 1) * kBlockBytes);
       }
       __syncthreads();
 #pragma unroll 1
-      for (int i = 0; i < heads; ++i) {
-        const int row = (own + i) % kBlocks;
-        if (row < num_blocks) make_row(row, blocks + u32(i * kTriangleBytes), weights_at(p, chunk, first + i));
-      }
+      for (int i = 0; i < heads; ++i) make_row((own + i) % kBlocks, blocks + u32(i * kTriangleBytes), weights_at(p, chunk, first + i));
     }
   }
   griddep_launch();
