@@ -225,9 +225,10 @@ DEVICE void store_products(int row, int column, int at, Block& x, char* weights,
   }
 }
 
-// What a warp has of A or of P, as one of `kWarps / 2`, of so many rows of blocks.
+// A block of A or of P, if its row is one of the first `num_blocks`; of the ten the diagonal's come first.
+constexpr int kTriangle = kTriangleBytes / kBlockBytes;
 template <bool queries>
-DEVICE void make_products(int warp, int num_blocks, char* weights, SharedStorage& s) {
+DEVICE void make_products(int block, int num_blocks, char* weights, SharedStorage& s) {
   constexpr u32 kRowsAt = queries ? kQueries : kKeys, kRowsBeyond = queries ? kQueriesBeyond : kKeysBeyond;
   const auto index = [](int row, int column) constexpr { return u64(queries ? POrder::index(row, column) : TOrder::index(row, column)); };
   // Of blocks four bits each, their rows, columns and numbers: those on the diagonal, those next to it, the one whose columns are beyond
@@ -235,18 +236,32 @@ DEVICE void make_products(int warp, int num_blocks, char* weights, SharedStorage
   constexpr u64 kRowOf = 0x3323213210, kColumnOf = 0x1002103210;
   constexpr u64 kNumberOf = index(0, 0) | index(1, 1) << 4 | index(2, 2) << 8 | index(3, 3) << 12 | index(1, 0) << 16 | index(2, 1) << 20 |
                             index(3, 2) << 24 | index(2, 0) << 28 | index(3, 0) << 32 | index(3, 1) << 36;
+  const int row = int(kRowOf >> 4 * block & 15), column = int(kColumnOf >> 4 * block & 15), at = int(kNumberOf >> 4 * block & 15);
+  if (row >= num_blocks) return;
+  const bool diagonal = block < kBlocks;
+  const u32 rows = block < 8 ? kRowsAt + u32(row) * kSixteenBytes : kRowsBeyond;
+  const u32 left = block == 7 || block == 8 ? kLeftBeyond : (diagonal ? kDivided : kLeft) + u32(column) * kSixteenBytes;
+  Block x = {};
+  if (kSteep < 0.f || !diagonal) multiply_rows(x, tile_at(rows), tile_at(left));
+  diagonal ? store_products<queries, true>(row, column, at, x, weights, s)
+           : store_products<queries, false>(row, column, at, x, weights, s);
+}
+// A, and the first of P, by all warps; the others of P by four of them, while two others invert.
+constexpr int kFirstProducts = 16, kInverting = kBlocks / 2;
+static_assert(kFirstProducts % kWarps == 0);
+DEVICE void make_first_products(int warp, int num_blocks, char* weights, SharedStorage& s) {
 #pragma unroll 1
-  for (int block = warp; block < kTriangleBytes / kBlockBytes; block += kWarps / 2) {
-    const int row = int(kRowOf >> 4 * block & 15), column = int(kColumnOf >> 4 * block & 15), at = int(kNumberOf >> 4 * block & 15);
-    if (row >= num_blocks) continue;
-    const bool diagonal = block < kBlocks;
-    const u32 rows = block < 8 ? kRowsAt + u32(row) * kSixteenBytes : kRowsBeyond;
-    const u32 left = block == 7 || block == 8 ? kLeftBeyond : (diagonal ? kDivided : kLeft) + u32(column) * kSixteenBytes;
-    Block x = {};
-    if (kSteep < 0.f || !diagonal) multiply_rows(x, tile_at(rows), tile_at(left));
-    diagonal ? store_products<queries, true>(row, column, at, x, weights, s)
-             : store_products<queries, false>(row, column, at, x, weights, s);
+  for (int block = warp; block < kFirstProducts; block += kWarps) {
+    if (block >= kTriangle) {
+      make_products<true>(block - kTriangle, num_blocks, weights, s);
+    } else if constexpr (kDelta) {
+      make_products<false>(block, num_blocks, weights, s);
+    }
   }
+}
+DEVICE void make_other_products(int warp, int num_blocks, char* weights, SharedStorage& s) {
+  const int block = warp - kInverting + kFirstProducts - kTriangle;
+  if (warp >= kInverting && block < kTriangle) make_products<true>(block, num_blocks, weights, s);
 }
 
 // Steep tokens and themselves: of 8 rows and 8 columns what is on the diagonal and below it, by a warp, a lane a token j and two tokens i.
@@ -368,13 +383,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
     make_tiles(p, part_of(warp, s.work.tokens), weights, s);
     __syncthreads();
     const int num_blocks = is_half(s.work.tokens.count) ? kBlocks / 2 : kBlocks;  // of 16 tokens
-    if (kDelta && warp < kWarps / 2) make_products<false>(warp, num_blocks, weights, s);
-    if (warp >= kWarps / 2) make_products<true>(warp - kWarps / 2, num_blocks, weights, s);
+    make_first_products(warp, num_blocks, weights, s);
     __syncthreads();
+    make_other_products(warp, num_blocks, weights, s);
     bool steep = false;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) steep |= is_steep(s, block);
-    if (steep) sum_steep(p, part_of(warp, s.work.tokens), warp, weights, s);
+    if (steep) {
+      __syncthreads();  // all have read tiles
+      sum_steep(p, part_of(warp, s.work.tokens), warp, weights, s);
+    }
     if constexpr (kDelta) {
       const u32 blocks = shared_address(memory) + u32(s.blocks - memory);
       if (warp < num_blocks / 2) {
