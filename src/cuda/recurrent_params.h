@@ -29,6 +29,7 @@ struct RecurrentParams {
   int most_segments, least_segment;  // as segment_chunks() says; 1: no request has segments, and there may be several rounds
   int least_chunked;                 // as chunked_tokens() says; 0: all is computed token by token
   int chunk_stages;                  // chunks that a thread block of recurrent_chunks_sm90.cu has in shared memory
+  bool lone_chunks;                  // its blocks have a multiprocessor each, whenever they come to one
   int num_v_heads, group;            // group: value heads of a key head
   int gate_kind;                     // RecurrentGateKind
   float gate_min, gate_max;          // gate_max of a softplus: infinite where there is no limit

@@ -374,6 +374,7 @@ DEVICE void find_work(const RecurrentParams& p, Work& work) {
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
     recurrent_channel_weights(const __grid_constant__ RecurrentParams p) {
   griddep_wait();
+  if (p.lone_chunks) griddep_launch();  // its blocks set up meanwhile
   SharedStorage& s = shared_storage();
   const int warp = warp_id();
   if (warp == 0) find_work(p, s.work);
@@ -404,7 +405,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
       if (warp < num_blocks) make_row(warp, blocks, weights);
     }
   }
-  griddep_launch();
 }
 
 }  // namespace imbrex::cuda

@@ -395,6 +395,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
   async_proxy_fence();
   sync_together();
   griddep_wait();
+  if constexpr (kEnds) griddep_launch();  // blocks of the next launch set up meanwhile
   if constexpr (kMoved) registers_shrink<kOwnRegisters>();  // what each has beside the other blocks
   if (threadIdx.x < kComputing) {
     if constexpr (kMoved) registers_grow<kComputeRegisters>();
@@ -404,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
     if (warp_id() == kComputing / 32) load_chunks(p, {q_map, k_map, v_map});
     if (!kEnds && warp_id() == kComputing / 32 + 1) store_chunks(p, out_map);
   }
-  griddep_launch();
+  if constexpr (!kEnds) griddep_launch();
   if constexpr (kCluster > 1) cluster_sync();  // what others load comes to a block that is there
 }
 

@@ -204,9 +204,12 @@ void RecurrentCudaPlan::launch_chunks(const RecurrentParams& params, const Chunk
   const int64_t workers = std::max(device_.num_workers, 1);
   // On Hopper, where there is a multiprocessor for each block that has something to do, blocks have more chunks in shared memory. `units`: of
   // a segment.
+  const auto blocks_together = [&](int64_t units, int stage_bytes) {
+    return stage_bytes > 0 && in_chunks * units * params.most_segments <= workers ? 1 : chunks_->blocks_together;
+  };
   const auto launch = [&](const Kernel& kernel, int64_t units, unsigned cluster, int stage_bytes, RecurrentParams p) {
+    const int together = blocks_together(units, stage_bytes);
     units *= p.most_segments;
-    const int together = stage_bytes > 0 && in_chunks * units <= workers ? 1 : chunks_->blocks_together;
     const int64_t blocks = std::max<int64_t>(std::min(num_reqs * units, workers * together) / cluster, 1) * cluster;
     LaunchShape shape{
         .grid_x = unsigned(blocks), .threads = unsigned(chunks_->threads), .cluster = cluster, .programmatic = device_.sm >= 90};
@@ -218,6 +221,7 @@ void RecurrentCudaPlan::launch_chunks(const RecurrentParams& params, const Chunk
   };
   RecurrentParams p = params;
   p.weights = static_cast<char*>(scratch_->data.get());
+  p.lone_chunks = blocks_together(chunks_->units, chunks_->stage_bytes) == 1;
   const auto carried = [&](int64_t round) {
     return reinterpret_cast<float*>(p.weights + rounds_->carried + round % 2 * chunks_->carried_bytes);
   };
