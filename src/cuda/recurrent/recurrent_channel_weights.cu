@@ -243,8 +243,7 @@ DEVICE void make_products(int block, int num_blocks, char* weights, SharedStorag
   const u32 left = block == 7 || block == 8 ? kLeftBeyond : (diagonal ? kDivided : kLeft) + u32(column) * kSixteenBytes;
   Block x = {};
   if (kSteep < 0.f || !diagonal) multiply_rows(x, tile_at(rows), tile_at(left));
-  diagonal ? store_products<queries, true>(row, column, at, x, weights, s)
-           : store_products<queries, false>(row, column, at, x, weights, s);
+  diagonal ? store_products<queries, true>(row, column, at, x, weights, s) : store_products<queries, false>(row, column, at, x, weights, s);
 }
 // A, and the first of P, by all warps; the others of P by four of them, while two others invert.
 constexpr int kFirstProducts = 16, kInverting = kBlocks / 2;

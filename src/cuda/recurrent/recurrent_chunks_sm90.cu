@@ -2,8 +2,8 @@
 // there keys and queries come with their decays from recurrent_channel_weights.cu. Launched by cuda/recurrent/recurrent_plan.cpp.
 //
 // Four warps compute 64 values together. First factors are in their registers, second ones in shared memory as they are; while products are
-// made, the warps do other things. A fifth warp has chunks loaded by TMA and bulk copies. Thread blocks of a cluster have values of one
-// head, or heads of one key head, and take the same chunks at a time.
+// made, the warps do other things. A fifth warp has chunks loaded by TMA and bulk copies, and a sixth has outputs stored. Thread blocks of
+// a cluster have values of one head, or heads of one key head, and take the same chunks at a time.
 #include "recurrent_chunk_values.cuh"
 
 namespace imbrex::cuda {
@@ -45,8 +45,8 @@ template <int blocks>
 DEVICE void multiply_rows(const u32 (&a)[kDimK / 16][4], u32 rows, Columns<blocks>& x) {
 #pragma unroll
   for (int c = 0; c < kDimK / 16; ++c)
-    Wgmma<16 * blocks, kType>::template registers<false>(all_of(x), a[c],
-                                                    wgmma_descriptor(rows + u32(c / 4 * kColumnBytes + c % 4 * 32), 16, 1024, 1), c != 0);
+    Wgmma<16 * blocks, kType>::template registers<false>(
+        all_of(x), a[c], wgmma_descriptor(rows + u32(c / 4 * kColumnBytes + c % 4 * 32), 16, 1024, 1), c != 0);
   wgmma_commit();
 }
 
@@ -68,8 +68,7 @@ DEVICE void begin_t(const Factor<blocks>& y, const Stage& stage, Columns<blocks>
   for (int half = 0; half < blocks / 2; ++half)
 #pragma unroll
     for (int from = 0; from < 2 + 2 * half; ++from)
-      Wgmma<kHalf, kType>::template registers<false>(half_of(x, half), y.of[from], column_at(stage.t(), 4 * half + 2 * from),
-                                                          from != 0);
+      Wgmma<kHalf, kType>::template registers<false>(half_of(x, half), y.of[from], column_at(stage.t(), 4 * half + 2 * from), from != 0);
   wgmma_commit();
 }
 template <int blocks>
@@ -192,8 +191,7 @@ DEVICE void load_rest(const Stage& stage, const Maps& maps, const char* weights,
   }
   if (kDelta && !kHasFront && share.takes_of_head()) load_t<blocks>(stage, weights, share);
   if (!kEnds && share.takes_of_head()) load_p<blocks>(stage, weights + WeightsLayout::p, share);
-  if (share.takes_of_head())
-    share.load(stage.at + Stage::numbers_at, weights + WeightsLayout::numbers, sizeof(ChunkNumbers), stage.full());
+  if (share.takes_of_head()) share.load(stage.at + Stage::numbers_at, weights + WeightsLayout::numbers, sizeof(ChunkNumbers), stage.full());
   if (kChannelGate && share.takes_of_head())
     share.load(stage.at + Stage::decays_at, weights + WeightsLayout::decays, kDimK * 4, stage.full());
 }
@@ -286,8 +284,7 @@ DEVICE void store_chunks(const RecurrentParams& p, const TensorMap& out) {
 
 // A chunk of a unit, or its first half, which is at a place of shared memory.
 template <int blocks>
-DEVICE void compute_chunk(const RecurrentParams& p, const Unit& unit, int begin, int at, int value, float skip,
-                          Sums& s) {
+DEVICE void compute_chunk(const RecurrentParams& p, const Unit& unit, int begin, int at, int value, float skip, Sums& s) {
   const Stage stage = stage_at(at);
   const ChunkNumbers& n = numbers_at(at);
   clear_others<blocks>(stage, unit.end - begin);
@@ -395,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
   async_proxy_fence();
   sync_together();
   griddep_wait();
-  if constexpr (kEnds) griddep_launch();  // blocks of the next launch set up meanwhile
+  if constexpr (kEnds) griddep_launch();                    // blocks of the next launch set up meanwhile
   if constexpr (kMoved) registers_shrink<kOwnRegisters>();  // what each has beside the other blocks
   if (threadIdx.x < kComputing) {
     if constexpr (kMoved) registers_grow<kComputeRegisters>();

@@ -202,8 +202,8 @@ void RecurrentCudaPlan::launch_chunks(const RecurrentParams& params, const Chunk
                                       int64_t in_chunks, CUstream cu) const {
   const int64_t numbers = std::max<int64_t>(ChunkRounds::numbers(num_tokens, num_reqs), 1);
   const int64_t workers = std::max(device_.num_workers, 1);
-  // On Hopper, where there is a multiprocessor for each block that has something to do, blocks have more chunks in shared memory. `units`: of
-  // a segment.
+  // On Hopper blocks have more chunks in shared memory where there is a multiprocessor for each that has something to do. `units`: of a
+  // segment.
   const auto blocks_together = [&](int64_t units, int stage_bytes) {
     return stage_bytes > 0 && in_chunks * units * params.most_segments <= workers ? 1 : chunks_->blocks_together;
   };
@@ -273,7 +273,8 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
     const auto first = std::ranges::find_if(step.requests, has_any);
     has_chunks = !known || first != step.requests.end();
     // From the first of these requests to the last one.
-    const int64_t range = !known ? requests : !has_chunks ? 0 : std::find_if(step.requests.rbegin(), step.requests.rend(), has_any).base() - first;
+    int64_t range = requests;
+    if (known && has_chunks) range = std::find_if(step.requests.rbegin(), step.requests.rend(), has_any).base() - first;
     ChunkMaps maps;
     if (has_chunks && chunks_->maps && !encode_chunk_maps(maps, in, out)) {
       p.least_chunked = 0, has_chunks = false;
