@@ -28,6 +28,8 @@ struct RecurrentParams {
   float* segments;                   // states at ends of segments and what these do to a state: recurrent_segment_rows() rows of each head
   int most_segments, least_segment;  // as segment_chunks() says; 1: no request has segments, and there may be several rounds
   int least_chunked;                 // as chunked_tokens() says; 0: all is computed token by token
+  int chunk_stages;                  // chunks that a thread block of recurrent_chunks_sm90.cu has in shared memory
+  bool lone_chunks;                  // its blocks have a multiprocessor each, whenever they come to one
   int num_v_heads, group;            // group: value heads of a key head
   int gate_kind;                     // RecurrentGateKind
   float gate_min, gate_max;          // gate_max of a softplus: infinite where there is no limit
@@ -174,12 +176,19 @@ constexpr int recurrent_weights_bytes(int dim_k, bool delta, bool channels) {
   return (delta ? 2 : 1) * 10 * 512 + 4 * kRecurrentChunk * 4 + 16 + (channels ? 3 * kRecurrentChunk * dim_k * 2 + dim_k * 4 : 0);
 }
 // What a chunk takes of shared memory: keys, queries and values of 16 bits, the above, and for sm_90a blocks of zeros between triangles,
-// and mbarriers; there matrices begin at multiples of 1024 bytes.
-constexpr int recurrent_stage_bytes(int dim_k, bool delta, bool channels, bool sm90) {
-  const int zeros = sm90 ? (delta ? 8 : 6) * 512 + 16 : 0, unit = sm90 ? 1024 : 128;
+// and mbarriers; there matrices begin at multiples of 1024 bytes, and with kEnds there are neither queries nor P.
+constexpr int recurrent_stage_bytes(int dim_k, bool delta, bool channels, bool sm90, bool ends) {
+  const bool asked = !(sm90 && ends);
+  const int zeros = sm90 ? ((delta ? 2 : 0) + (asked ? 6 : 0)) * 512 + 32 : 0, unit = sm90 ? 1024 : 128;
   const int rows = kRecurrentChunk * ((channels ? 0 : 2 * dim_k) + kRecurrentTileValues) * 2;
-  const int all = rows + recurrent_weights_bytes(dim_k, delta, channels) + zeros;
+  const int all = rows + recurrent_weights_bytes(dim_k, delta, channels) + zeros - (asked ? 0 : kRecurrentChunk * dim_k * 2 + 10 * 512);
   return (all + unit - 1) / unit * unit;
+}
+// recurrent_chunks_sm90.cu: chunks in shared memory, where so many thread blocks share a multiprocessor.
+constexpr int recurrent_chunk_sm90_stages(int stage_bytes, int blocks) {
+  constexpr int kMost = 4, kSmem = 228 << 10, kOfBlock = 1 << 10;
+  const int room = (kSmem / blocks - kOfBlock) / stage_bytes;
+  return room < kMost ? room : kMost;
 }
 
 }  // namespace imbrex::cuda

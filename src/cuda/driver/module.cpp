@@ -76,8 +76,9 @@ int Kernel::blocks_per_multiprocessor(int threads) const {
 void Kernel::launch_raw(const LaunchShape& shape, CUstream stream, void** parameters) const {
   const DriverApi& cu = need_driver();
   CUresult result = kCudaSuccess;
+  const unsigned smem_bytes = shape.smem_bytes > 0 ? shape.smem_bytes : smem_bytes_;
   if (shape.cluster <= 1 && !shape.programmatic) {
-    result = cu.cuLaunchKernel(function_, shape.grid_x, shape.grid_y, shape.grid_z, shape.threads, 1, 1, smem_bytes_, stream, parameters,
+    result = cu.cuLaunchKernel(function_, shape.grid_x, shape.grid_y, shape.grid_z, shape.threads, 1, 1, smem_bytes, stream, parameters,
                                nullptr);
   } else {
     CUlaunchAttribute attributes[2];
@@ -90,11 +91,11 @@ void Kernel::launch_raw(const LaunchShape& shape, CUstream stream, void** parame
       attributes[count].id = kLaunchProgrammaticSerialization;
       attributes[count++].value.programmatic_serialization = 1;
     }
-    const CUlaunchConfig config{shape.grid_x, shape.grid_y, shape.grid_z, shape.threads, 1, 1, smem_bytes_, stream, attributes, count};
+    const CUlaunchConfig config{shape.grid_x, shape.grid_y, shape.grid_z, shape.threads, 1, 1, smem_bytes, stream, attributes, count};
     result = cu.cuLaunchKernelEx(&config, function_, parameters, nullptr);
   }
   check_cuda(result, "launch {} with {} x {} x {} blocks of {} threads and {} bytes of shared memory", name_, shape.grid_x, shape.grid_y,
-             shape.grid_z, shape.threads, smem_bytes_);
+             shape.grid_z, shape.threads, smem_bytes);
 }
 
 }  // namespace imbrex::cuda

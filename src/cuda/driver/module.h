@@ -13,6 +13,7 @@ struct LaunchShape {
   unsigned threads = 128;     // of a block
   unsigned cluster = 1;       // blocks along x that share their shared memory; sm_90 and newer
   bool programmatic = false;  // may begin before the kernel in front of it on the stream has ended; it must then use griddep_wait()
+  unsigned smem_bytes = 0;    // dynamic, fewer than the kernel file says; 0: as many
 };
 
 // An entry point of a module, ready to launch: shared memory beyond 48 KiB is allowed. Lives as long as its module.

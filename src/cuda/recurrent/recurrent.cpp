@@ -136,9 +136,11 @@ std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const Recurrent
   if (spec.channel_rates || spec.dtype == DType::f32) return {};
   if ((dim_k != 64 && dim_k != 128) || dim_v % kTile != 0) return {};
   const int sm = arch_number(arch) / 10, room = smem_of(sm, device);
-  // Chunks in shared memory: two for Hopper; else one where two have no room, or would leave none for a second thread block.
-  const int stage_bytes = recurrent_stage_bytes(dim_k, spec.delta, channels, sm90);
-  const int stages = sm90 || (!channels && kRecurrentChunkStages * stage_bytes <= room) ? kRecurrentChunkStages : 1;
+  // Chunks in shared memory, at most: for Hopper as many as one thread block has room for; else two, or one where two have no room, or
+  // would leave none for a second thread block.
+  const int stage_bytes = recurrent_stage_bytes(dim_k, spec.delta, channels, sm90, false);
+  const int most_stages = sm90 ? recurrent_chunk_sm90_stages(stage_bytes, 1) : kRecurrentChunkStages;
+  const int stages = sm90 || (!channels && most_stages * stage_bytes <= room) ? most_stages : 1;
   if (stages * stage_bytes > room || (channels && recurrent_channel_weights_smem(dim_k) > room)) return {};
   const gpu::Constant type{"kType", int(spec.dtype)}, state_type{"kStateType", int(spec.state_dtype)}, keys{"kDimK", dim_k},
       delta{"kDelta", spec.delta}, gate{"kChannelGate", channels};
@@ -177,6 +179,7 @@ std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const Recurrent
     return key;
   };
   k.chunks = chunks(false);
+  if (sm90) k.stage_bytes = stage_bytes, k.ends_stage_bytes = recurrent_stage_bytes(dim_k, spec.delta, channels, sm90, true);
   if (recurrent_join_bytes(dim_k, spec.delta) <= room) k.most_segments = most_segments(device, k.units);
   k.least_segment = least_segment;
   if (k.most_segments > 1) {

@@ -65,6 +65,7 @@ struct ChunkKernels {
   int threads = 0;                                 // of it
   int units = 0;                                   // thread blocks that a request needs there
   int blocks_together = 0;                         // that a multiprocessor is to hold
+  int stage_bytes = 0, ends_stage_bytes = 0;       // of shared memory, of a chunk, where a launch says how many there are; else 0
   int64_t weights_bytes = 0, carried_bytes = 0;    // of a chunk; of a state that goes on from one round to the next
   int64_t scratch_room = 0;                        // bytes that the chunks of a round may take
   // Where heads are too few for all multiprocessors: how many segments a long request has at most, else 1. Thread blocks that a segment

@@ -225,9 +225,10 @@ DEVICE void store_products(int row, int column, int at, Block& x, char* weights,
   }
 }
 
-// What a warp has of A or of P, as one of `kWarps / 2`.
+// A block of A or of P, if its row is one of the first `num_blocks`; of the ten the diagonal's come first.
+constexpr int kTriangle = kTriangleBytes / kBlockBytes;
 template <bool queries>
-DEVICE void make_products(int warp, char* weights, SharedStorage& s) {
+DEVICE void make_products(int block, int num_blocks, char* weights, SharedStorage& s) {
   constexpr u32 kRowsAt = queries ? kQueries : kKeys, kRowsBeyond = queries ? kQueriesBeyond : kKeysBeyond;
   const auto index = [](int row, int column) constexpr { return u64(queries ? POrder::index(row, column) : TOrder::index(row, column)); };
   // Of blocks four bits each, their rows, columns and numbers: those on the diagonal, those next to it, the one whose columns are beyond
@@ -235,17 +236,31 @@ DEVICE void make_products(int warp, char* weights, SharedStorage& s) {
   constexpr u64 kRowOf = 0x3323213210, kColumnOf = 0x1002103210;
   constexpr u64 kNumberOf = index(0, 0) | index(1, 1) << 4 | index(2, 2) << 8 | index(3, 3) << 12 | index(1, 0) << 16 | index(2, 1) << 20 |
                             index(3, 2) << 24 | index(2, 0) << 28 | index(3, 0) << 32 | index(3, 1) << 36;
+  const int row = int(kRowOf >> 4 * block & 15), column = int(kColumnOf >> 4 * block & 15), at = int(kNumberOf >> 4 * block & 15);
+  if (row >= num_blocks) return;
+  const bool diagonal = block < kBlocks;
+  const u32 rows = block < 8 ? kRowsAt + u32(row) * kSixteenBytes : kRowsBeyond;
+  const u32 left = block == 7 || block == 8 ? kLeftBeyond : (diagonal ? kDivided : kLeft) + u32(column) * kSixteenBytes;
+  Block x = {};
+  if (kSteep < 0.f || !diagonal) multiply_rows(x, tile_at(rows), tile_at(left));
+  diagonal ? store_products<queries, true>(row, column, at, x, weights, s) : store_products<queries, false>(row, column, at, x, weights, s);
+}
+// A, and the first of P, by all warps; the others of P by four of them, while two others invert.
+constexpr int kFirstProducts = 16, kInverting = kBlocks / 2;
+static_assert(kFirstProducts % kWarps == 0);
+DEVICE void make_first_products(int warp, int num_blocks, char* weights, SharedStorage& s) {
 #pragma unroll 1
-  for (int block = warp; block < kTriangleBytes / kBlockBytes; block += kWarps / 2) {
-    const int row = int(kRowOf >> 4 * block & 15), column = int(kColumnOf >> 4 * block & 15), at = int(kNumberOf >> 4 * block & 15);
-    const bool diagonal = block < kBlocks;
-    const u32 rows = block < 8 ? kRowsAt + u32(row) * kSixteenBytes : kRowsBeyond;
-    const u32 left = block == 7 || block == 8 ? kLeftBeyond : (diagonal ? kDivided : kLeft) + u32(column) * kSixteenBytes;
-    Block x = {};
-    if (kSteep < 0.f || !diagonal) multiply_rows(x, tile_at(rows), tile_at(left));
-    diagonal ? store_products<queries, true>(row, column, at, x, weights, s)
-             : store_products<queries, false>(row, column, at, x, weights, s);
+  for (int block = warp; block < kFirstProducts; block += kWarps) {
+    if (block >= kTriangle) {
+      make_products<true>(block - kTriangle, num_blocks, weights, s);
+    } else if constexpr (kDelta) {
+      make_products<false>(block, num_blocks, weights, s);
+    }
   }
+}
+DEVICE void make_other_products(int warp, int num_blocks, char* weights, SharedStorage& s) {
+  const int block = warp - kInverting + kFirstProducts - kTriangle;
+  if (warp >= kInverting && block < kTriangle) make_products<true>(block, num_blocks, weights, s);
 }
 
 // Steep tokens and themselves: of 8 rows and 8 columns what is on the diagonal and below it, by a warp, a lane a token j and two tokens i.
@@ -307,26 +322,33 @@ DEVICE void sum_steep(const RecurrentParams& p, const Part& part, int warp, char
 // All that is made of a warp's tokens and channels.
 DEVICE void make_tiles(const RecurrentParams& p, const Part& part, char* weights, SharedStorage& s) {
   const Work& work = s.work;
-  copy_keys_and_queries(p, part, work, kKeys, kQueries);
-  Logs logs;
-  make_logs<false>(p, work, part, logs);
-  if (are_below(logs.of[kRows - 1], kLeastLog)) make_logs<true>(p, work, part, logs);
+  const bool is_there = part.eight < kEights / 2 || !is_half(work.tokens.count);
+  Logs logs = {};
+  if (is_there) {
+    copy_keys_and_queries(p, part, work, kKeys, kQueries);
+    make_logs<false>(p, work, part, logs);
+    if (are_below(logs.of[kRows - 1], kLeastLog)) make_logs<true>(p, work, part, logs);
+  }
   pair_at(&s.logs[part.eight][part.channel()]) = logs.of[kRows - 1];
   copy_async_wait<0>();
   __syncwarp();
-  if constexpr (kNorms) sum_squares(part, s.squares[part.number][part.eight]);
+  if (kNorms && is_there) sum_squares(part, s.squares[part.number][part.eight]);
   __syncthreads();
-  if (part.number == 0 && lane_id() < kRows) make_numbers(p, part, s, *reinterpret_cast<ChunkNumbers*>(weights + WeightsLayout::numbers));
-  const Around around = sums_around(s, part);
-  const int block = part.eight / 2;
-  const bool steep = kSteep < 0.f ? are_below(around.whole, kSteep + kLift) : work.tokens.count > 16 * block;
-  if (lane_id() == 0 && part.eight % 2 == 0) s.steep[part.number][block] = steep;
   if (part.eight == kEights - 1) {
     float2 sum = logs.of[kRows - 1];
 #pragma unroll
     for (int eight = kEights - 2; eight >= 0; --eight) sum = sum + pair_at(&s.logs[eight][part.channel()]);
     pair_at(reinterpret_cast<float*>(weights + WeightsLayout::decays) + part.channel()) = exp2_of(sum);
   }
+  if (!is_there) {
+    if (lane_id() == 0 && part.eight % 2 == 0) s.steep[part.number][part.eight / 2] = false;
+    return;
+  }
+  if (part.number == 0 && lane_id() < kRows) make_numbers(p, part, s, *reinterpret_cast<ChunkNumbers*>(weights + WeightsLayout::numbers));
+  const Around around = sums_around(s, part);
+  const int block = part.eight / 2;
+  const bool steep = kSteep < 0.f ? are_below(around.whole, kSteep + kLift) : work.tokens.count > 16 * block;
+  if (lane_id() == 0 && part.eight % 2 == 0) s.steep[part.number][block] = steep;
   if (kSteep < 0.f && !steep) {
     store_tiles<false>(part, logs, around, weights);
   } else {
@@ -351,6 +373,7 @@ DEVICE void find_work(const RecurrentParams& p, Work& work) {
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
     recurrent_channel_weights(const __grid_constant__ RecurrentParams p) {
   griddep_wait();
+  if (p.lone_chunks) griddep_launch();  // its blocks set up meanwhile
   SharedStorage& s = shared_storage();
   const int warp = warp_id();
   if (warp == 0) find_work(p, s.work);
@@ -359,25 +382,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
     char* const weights = p.weights + i64(blockIdx.x) * WeightsLayout::bytes;  // weights_at()
     make_tiles(p, part_of(warp, s.work.tokens), weights, s);
     __syncthreads();
-    if (kDelta && warp < kWarps / 2) make_products<false>(warp, weights, s);
-    if (warp >= kWarps / 2) make_products<true>(warp - kWarps / 2, weights, s);
+    const int num_blocks = is_half(s.work.tokens.count) ? kBlocks / 2 : kBlocks;  // of 16 tokens
+    make_first_products(warp, num_blocks, weights, s);
     __syncthreads();
+    make_other_products(warp, num_blocks, weights, s);
     bool steep = false;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) steep |= is_steep(s, block);
-    if (steep) sum_steep(p, part_of(warp, s.work.tokens), warp, weights, s);
+    if (steep) {
+      __syncthreads();  // all have read tiles
+      sum_steep(p, part_of(warp, s.work.tokens), warp, weights, s);
+    }
     if constexpr (kDelta) {
       const u32 blocks = shared_address(memory) + u32(s.blocks - memory);
-      if (warp < kBlocks / 2) {
+      if (warp < num_blocks / 2) {
         const int block = 2 * warp;
         invert_diagonals(s.diagonals + block, s.blocks + TOrder::index(block, block) * kBlockBytes,
                          s.blocks + TOrder::index(block + 1, block + 1) * kBlockBytes);
       }
       __syncthreads();
-      if (warp < kBlocks) make_row(warp, blocks, weights);
+      if (warp < num_blocks) make_row(warp, blocks, weights);
     }
   }
-  griddep_launch();
 }
 
 }  // namespace imbrex::cuda

@@ -11,22 +11,28 @@ constexpr int kTileValues = kRecurrentTileValues, kTiles = kDimV / kTileValues; 
 constexpr int kMoreTiles = kDelta ? kDimK / kTileValues : 1, kUnits = kTiles + (kEnds ? kMoreTiles : 0);
 static_assert(kTileValues == 64 && kDimV % kTileValues == 0);
 
-// Of shared memory, what a chunk takes. Matrices begin where the swizzle of 128 bytes does.
+// Of shared memory, what a chunk takes. Matrices begin where the swizzle of 128 bytes does. Where wgmma reads them, neither queries nor P
+// have a place when nobody asks for outputs.
+constexpr bool kHasQueries = !(kEnds && kPadded);
 struct Stage {
-  static constexpr int keys = kChunk * kDimK * kSize, values = kChunk * kTileValues * kSize, v_at = (kChannelGate ? 3 : 2) * keys,
-                       t_at = v_at + values, p_at = t_at + (kDelta ? TOrder::padded_bytes : 0), numbers_at = p_at + POrder::padded_bytes,
+  static constexpr int keys = kChunk * kDimK * kSize, values = kChunk * kTileValues * kSize, q_at = keys,
+                       written_at = q_at + (kHasQueries ? keys : 0), v_at = written_at + (kChannelGate ? keys : 0), t_at = v_at + values,
+                       p_at = t_at + (kDelta ? TOrder::padded_bytes : 0), numbers_at = p_at + (kHasQueries ? POrder::padded_bytes : 0),
                        decays_at = numbers_at + int(sizeof(ChunkNumbers)), barriers_at = decays_at + (kChannelGate ? kDimK * 4 : 0),
-                       bytes = recurrent_stage_bytes(kDimK, kDelta, kChannelGate, kPadded);
-  static_assert(barriers_at + (kPadded ? 16 : 0) <= bytes);
+                       bytes = recurrent_stage_bytes(kDimK, kDelta, kChannelGate, kPadded, kEnds);
+  static_assert(barriers_at + (kPadded ? 32 : 0) <= bytes);
   u32 at;
   DEVICE u32 k() const { return at; }
-  DEVICE u32 q() const { return at + keys; }
-  DEVICE u32 written() const { return kChannelGate ? at + 2 * keys : k(); }  // keys as they are written
+  DEVICE u32 q() const { return at + q_at; }
+  DEVICE u32 written() const { return kChannelGate ? at + written_at : k(); }  // keys as they are written
   DEVICE u32 v() const { return at + v_at; }
   DEVICE u32 t() const { return at + t_at; }
   DEVICE u32 p() const { return at + p_at; }
-  DEVICE u32 full() const { return at + barriers_at; }  // mbarriers of recurrent_chunks_sm90.cu
-  DEVICE u32 empty() const { return at + barriers_at + 8; }
+  // mbarriers of recurrent_chunks_sm90.cu.
+  DEVICE u32 full() const { return at + barriers_at; }
+  DEVICE u32 front_empty() const { return at + barriers_at + 8; }
+  DEVICE u32 rest_empty() const { return at + barriers_at + 16; }
+  DEVICE u32 placed() const { return at + barriers_at + 24; }
 };
 extern __shared__ __align__(1024) char memory[];
 DEVICE char* block_memory() { return memory; }

@@ -11,23 +11,27 @@ constexpr int kWarpValues = 16;
 struct Sums {
   float of[kDimK / 8][4];
 };
-// And numbers of the values for each token of a chunk.
+// And numbers of the values for each token of a chunk, or of its first blocks of 16.
+template <int blocks = kBlocks>
 struct Columns {
-  float of[kChunk / 8][4];
+  static constexpr int num_blocks = blocks;
+  float of[2 * blocks][4];
 };
-// The first factor of a product over a chunk's tokens.
+// The first factor of a product over these tokens.
+template <int blocks = kBlocks>
 struct Factor {
-  u32 of[kBlocks][4];
+  u32 of[blocks][4];
 };
 
 // The first factor of a product over 16 channels or tokens, of two neighbours of what a product gave.
 DEVICE void pack_factor(const float (&low)[4], const float (&high)[4], u32 (&a)[4]) {
   a[0] = pack(low[0], low[1]), a[1] = pack(low[2], low[3]), a[2] = pack(high[0], high[1]), a[3] = pack(high[2], high[3]);
 }
-DEVICE Factor factor_of(const Columns& x) {
-  Factor a;
+template <int blocks>
+DEVICE Factor<blocks> factor_of(const Columns<blocks>& x) {
+  Factor<blocks> a;
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) pack_factor(x.of[2 * block], x.of[2 * block + 1], a.of[block]);
+  for (int block = 0; block < blocks; ++block) pack_factor(x.of[2 * block], x.of[2 * block + 1], a.of[block]);
   return a;
 }
 
@@ -142,9 +146,10 @@ DEVICE void end_sums(const RecurrentParams& p, const Unit& unit, int value, cons
 // Two numbers of neighbouring tokens that a lane has in tile i of Columns.
 DEVICE float2 of_tokens(const float* numbers, int i) { return *reinterpret_cast<const float2*>(numbers + 8 * i + lane_id() % 4 * 2); }
 
-DEVICE void scale_columns(Columns& x, const float* numbers) {
+template <int blocks>
+DEVICE void scale_columns(Columns<blocks>& x, const float* numbers) {
 #pragma unroll
-  for (int i = 0; i < kChunk / 8; ++i) {
+  for (int i = 0; i < 2 * blocks; ++i) {
     const float2 factor = of_tokens(numbers, i);
     x.of[i][0] *= factor.x, x.of[i][1] *= factor.y, x.of[i][2] *= factor.x, x.of[i][3] *= factor.y;
   }
@@ -160,23 +165,26 @@ DEVICE void decay_sums(Sums& s, int place) {
 }
 
 // A warp's values of each token, in pairs of tokens.
-DEVICE Factor load_values(const Stage& stage, int value) {
-  Factor v;
+template <int blocks = kBlocks>
+DEVICE Factor<blocks> load_values(const Stage& stage, int value) {
+  Factor<blocks> v;
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block)
+  for (int block = 0; block < blocks; ++block)
     load_matrix_transposed(v.of[block], place_in(stage.v(), 16 * block + row_of_lane(), value / 8 + half_of_lane()));
   return v;
 }
 // Those in tile i of Columns.
-DEVICE void values_of_tile(const Factor& v, int i, float (&values)[4]) {
+template <int blocks>
+DEVICE void values_of_tile(const Factor<blocks>& v, int i, float (&values)[4]) {
   const float2 first = unpack(v.of[i / 2][i % 2 * 2]), second = unpack(v.of[i / 2][i % 2 * 2 + 1]);
   values[0] = first.x, values[1] = first.y, values[2] = second.x, values[3] = second.y;
 }
 
 // X in the place of what the state gives for k: the values, less what the state knows.
-DEVICE void take_values(const Factor& v, const ChunkNumbers& n, Columns& x) {
+template <int blocks>
+DEVICE void take_values(const Factor<blocks>& v, const ChunkNumbers& n, Columns<blocks>& x) {
 #pragma unroll
-  for (int i = 0; i < kChunk / 8; ++i) {
+  for (int i = 0; i < 2 * blocks; ++i) {
     float values[4];
     values_of_tile(v, i, values);
     const float2 factor = of_tokens(n.values, i), known = kDelta ? of_tokens(n.known, i) : float2{0.f, 0.f};
@@ -186,12 +194,13 @@ DEVICE void take_values(const Factor& v, const ChunkNumbers& n, Columns& x) {
   }
 }
 // Outputs as far as the state and the values make them, in the place of what the state gives for q.
-DEVICE void begin_outputs(const Stage& stage, int value, const ChunkNumbers& n, float skip, Columns& y) {
+template <int blocks>
+DEVICE void begin_outputs(const Stage& stage, int value, const ChunkNumbers& n, float skip, Columns<blocks>& y) {
   scale_columns(y, n.outputs);
   if constexpr (kSkip) {
-    const Factor v = load_values(stage, value);
+    const Factor<blocks> v = load_values<blocks>(stage, value);
 #pragma unroll
-    for (int i = 0; i < kChunk / 8; ++i) {
+    for (int i = 0; i < 2 * blocks; ++i) {
       float values[4];
       values_of_tile(v, i, values);
 #pragma unroll
@@ -215,21 +224,23 @@ DEVICE void store_transposed(const u32 (&words)[4], const Place& place) {
 }
 
 // Outputs come to the place that the warp's values had.
-DEVICE void place_outputs(const Stage& stage, int value, const Columns& y) {
+template <int blocks>
+DEVICE void place_outputs(const Stage& stage, int value, const Columns<blocks>& y) {
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
+  for (int block = 0; block < blocks; ++block) {
     u32 words[4];
     pack_factor(y.of[2 * block], y.of[2 * block + 1], words);
     store_transposed(words, [&](int row, int half) { return place_in(stage.v(), 16 * block + row, value / 8 + half); });
   }
 }
 // And from there to memory, as those of the tokens from `begin` on.
+template <int blocks = kBlocks>
 DEVICE void store_outputs(const RecurrentParams& p, const Unit& unit, int begin, const Stage& stage, int value) {
   constexpr int kHalves = kWarpValues / 8;
   char* const to = p.out + begin * p.out_token_stride + unit.head * p.out_head_stride + (unit.first_value + value) * kSize;
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < kChunk * kHalves / 32; ++i) {
+  for (int i = 0; i < 16 * blocks * kHalves / 32; ++i) {
     const int row = i * (32 / kHalves) + lane_id() / kHalves, half = lane_id() % kHalves;
     const uint4 words = load_shared(place_in(stage.v(), row, value / 8 + half));
     if (row < unit.item.end - begin) *reinterpret_cast<uint4*>(to + row * p.out_token_stride + 16 * half) = words;

@@ -72,7 +72,7 @@ DEVICE void copy_rest(const RecurrentParams& p, ChunkCursor& ahead, int number) 
 // --- products
 
 // What the state gives for each token's k, then for its q.
-DEVICE void multiply_state(const Sums& s, const Stage& stage, Columns& of_k, Columns& of_q) {
+DEVICE void multiply_state(const Sums& s, const Stage& stage, Columns<>& of_k, Columns<>& of_q) {
   of_k = {}, of_q = {};
 #pragma unroll
   for (int c = 0; c < kDimK / 16; ++c) {
@@ -92,7 +92,7 @@ DEVICE void multiply_state(const Sums& s, const Stage& stage, Columns& of_k, Col
 }
 // x += y W^T for a triangle W.
 template <class Order>
-DEVICE void add_triangle(const Factor& y, u32 triangle, Columns& x) {
+DEVICE void add_triangle(const Factor<>& y, u32 triangle, Columns<>& x) {
 #pragma unroll
   for (int from = 0; from < kBlocks; ++from) {
 #pragma unroll
@@ -104,14 +104,14 @@ DEVICE void add_triangle(const Factor& y, u32 triangle, Columns& x) {
   }
 }
 // x = y T^T.
-DEVICE void multiply_t(const Factor& y, const Stage& stage, Columns& x) {
+DEVICE void multiply_t(const Factor<>& y, const Stage& stage, Columns<>& x) {
   x = {};
   add_triangle<TOrder>(y, stage.t(), x);
 }
 // x += y P^T.
-DEVICE void multiply_p(const Factor& y, const Stage& stage, Columns& x) { add_triangle<POrder>(y, stage.p(), x); }
+DEVICE void multiply_p(const Factor<>& y, const Stage& stage, Columns<>& x) { add_triangle<POrder>(y, stage.p(), x); }
 // S^T += U^T k.
-DEVICE void multiply_written(const Factor& u, const Stage& stage, Sums& s) {
+DEVICE void multiply_written(const Factor<>& u, const Stage& stage, Sums& s) {
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
@@ -140,14 +140,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
       if constexpr (!kOnePlace) copy_asked(p, ahead, number + 1), copy_rest(p, ahead, number + 1);
       const Stage stage = stage_of(number);
       const ChunkNumbers& n = numbers_at(number % kStages);
-      Columns u, y;  // u: what the state gives for k, then X, then U
+      Columns<> u, y;  // u: what the state gives for k, then X, then U
       multiply_state(s, stage, u, y);
       if constexpr (kOnePlace) {
         copy_async_wait<0>();
         __syncthreads();  // the rest is there, and all warps have read what the next chunk's takes the place of
         copy_asked(p, ahead, number + 1);
       }
-      const Factor v = unit.is_transition() ? Factor{} : load_values(stage, value);
+      const Factor<> v = unit.is_transition() ? Factor<>{} : load_values(stage, value);
       take_values(v, n, u);
       if constexpr (!kEnds) begin_outputs(stage, value, n, skip, y);
       if constexpr (kDelta) multiply_t(factor_of(u), stage, u);

@@ -64,6 +64,11 @@ struct POrder {
   static constexpr int index(int row, int column) { return 3 * column - column * (column - 1) / 2 + row; }
   static constexpr int pad(int index) { return kPadded ? index + (index >= 4) + 2 * (index >= 7) + 3 * (index >= 9) : index; }
 };
+// For wgmma, where channels have decays of their own, a chunk of no more tokens than the first half of its rows has nothing but that half:
+// of the others' blocks and rows nothing is made, copied or multiplied.
+constexpr int kHalf = kChunk / 2;
+DEVICE bool is_half(int count) { return kPadded && kChannelGate && count <= kHalf; }
+
 DEVICE int place_in_block(int row, int half) { return row * 32 + (half ^ row / 4 % 2) * 16; }
 // Where the two words of a lane's part of a product lie, rows lane / 4 and 8 further on, in the left or the right half.
 DEVICE int word_in_block(int eight, int half) { return place_in_block(8 * eight + lane_id() / 4, half) + lane_id() % 4 * 4; }

@@ -114,7 +114,7 @@ class RecurrentCudaPlan final : public RecurrentPlan {
   void launch_tokens(const RecurrentParams&, bool aligned, int64_t num_reqs, bool known, CUstream) const;
   int segments_of_step(const RecurrentParams&, bool known) const;
   void launch_outputs(const RecurrentOutputParams&, bool aligned, int64_t num_tokens, CUstream) const;
-  void launch_chunks(const RecurrentParams&, const ChunkMaps&, int64_t num_tokens, int64_t num_reqs, CUstream) const;
+  void launch_chunks(const RecurrentParams&, const ChunkMaps&, int64_t num_tokens, int64_t num_reqs, int64_t in_chunks, CUstream) const;
 
   RecurrentSpec spec_;
   DeviceInfo device_;
@@ -197,19 +197,31 @@ void RecurrentCudaPlan::launch_tokens(const RecurrentParams& p, bool aligned, in
   kernel.launch({.grid_x = unsigned(blocks), .threads = unsigned(kernel_.threads), .programmatic = device_.sm >= 90}, cu, p);
 }
 
-// For a step of at most so many tokens and requests.
+// For a step of at most so many tokens and requests, of which all that come in chunks are `in_chunks` neighbours.
 void RecurrentCudaPlan::launch_chunks(const RecurrentParams& params, const ChunkMaps& maps, int64_t num_tokens, int64_t num_reqs,
-                                      CUstream cu) const {
+                                      int64_t in_chunks, CUstream cu) const {
   const int64_t numbers = std::max<int64_t>(ChunkRounds::numbers(num_tokens, num_reqs), 1);
-  const int64_t most_blocks = int64_t(std::max(device_.num_workers, 1)) * chunks_->blocks_together;
-  const auto launch = [&](const Kernel& kernel, int64_t units, unsigned cluster, const RecurrentParams& p) {
-    const int64_t blocks = std::max<int64_t>(std::min(units, most_blocks) / cluster, 1) * cluster;
-    const LaunchShape shape{
+  const int64_t workers = std::max(device_.num_workers, 1);
+  // On Hopper blocks have more chunks in shared memory where there is a multiprocessor for each that has something to do. `units`: of a
+  // segment.
+  const auto blocks_together = [&](int64_t units, int stage_bytes) {
+    return stage_bytes > 0 && in_chunks * units * params.most_segments <= workers ? 1 : chunks_->blocks_together;
+  };
+  const auto launch = [&](const Kernel& kernel, int64_t units, unsigned cluster, int stage_bytes, RecurrentParams p) {
+    const int together = blocks_together(units, stage_bytes);
+    units *= p.most_segments;
+    const int64_t blocks = std::max<int64_t>(std::min(num_reqs * units, workers * together) / cluster, 1) * cluster;
+    LaunchShape shape{
         .grid_x = unsigned(blocks), .threads = unsigned(chunks_->threads), .cluster = cluster, .programmatic = device_.sm >= 90};
+    if (stage_bytes > 0) {
+      p.chunk_stages = recurrent_chunk_sm90_stages(stage_bytes, together);
+      shape.smem_bytes = unsigned(p.chunk_stages * stage_bytes);
+    }
     chunks_->maps ? kernel.launch(shape, cu, p, maps.q, maps.k, maps.v, maps.out) : kernel.launch(shape, cu, p);
   };
   RecurrentParams p = params;
   p.weights = static_cast<char*>(scratch_->data.get());
+  p.lone_chunks = blocks_together(chunks_->units, chunks_->stage_bytes) == 1;
   const auto carried = [&](int64_t round) {
     return reinterpret_cast<float*>(p.weights + rounds_->carried + round % 2 * chunks_->carried_bytes);
   };
@@ -222,13 +234,13 @@ void RecurrentCudaPlan::launch_chunks(const RecurrentParams& params, const Chunk
         {.grid_x = unsigned(weights_blocks), .threads = unsigned(chunks_->weights_threads), .programmatic = device_.sm >= 90}, cu, p);
     if (p.most_segments > 1) {
       p.segments = carried(0);
-      launch(chunk_entries_[2], num_reqs * p.most_segments * chunks_->ends_units, 1, p);
-      chunk_entries_[3].launch({.grid_x = unsigned(std::min(num_reqs * chunks_->segments_units, most_blocks)),
+      launch(chunk_entries_[2], chunks_->ends_units, 1, chunks_->ends_stage_bytes, p);
+      chunk_entries_[3].launch({.grid_x = unsigned(std::min(num_reqs * chunks_->segments_units, workers * chunks_->blocks_together)),
                                 .threads = unsigned(kRecurrentJoinThreads),
                                 .programmatic = device_.sm >= 90},
                                cu, p);
     }
-    launch(chunk_entries_[1], num_reqs * p.most_segments * chunks_->units, chunks_->cluster, p);
+    launch(chunk_entries_[1], chunks_->units, chunks_->cluster, chunks_->stage_bytes, p);
   }
 }
 
@@ -257,14 +269,19 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
   if (rounds_ && has_aligned_rows(in, out)) {
     p.least_chunked = kLeastChunked;
     const auto in_chunks = [&](const imbrex::StateRequest& r) { return chunked_tokens(p.least_chunked, r.end - r.begin, r.drafts); };
-    has_chunks = !known || std::ranges::any_of(step.requests, [&](const auto& r) { return in_chunks(r) > 0; });
+    const auto has_any = [&](const imbrex::StateRequest& r) { return in_chunks(r) > 0; };
+    const auto first = std::ranges::find_if(step.requests, has_any);
+    has_chunks = !known || first != step.requests.end();
+    // From the first of these requests to the last one.
+    int64_t range = requests;
+    if (known && has_chunks) range = std::find_if(step.requests.rbegin(), step.requests.rend(), has_any).base() - first;
     ChunkMaps maps;
     if (has_chunks && chunks_->maps && !encode_chunk_maps(maps, in, out)) {
       p.least_chunked = 0, has_chunks = false;
     } else if (has_chunks) {
       has_tokens = !known || std::ranges::any_of(step.requests, [&](const auto& r) { return in_chunks(r) < r.end - r.begin; });
       p.most_segments = segments_of_step(p, known), p.least_segment = chunks_->least_segment;
-      launch_chunks(p, maps, known ? step.num_tokens : options_.limits.max_num_tokens, requests, cu);
+      launch_chunks(p, maps, known ? step.num_tokens : options_.limits.max_num_tokens, requests, range, cu);
     }
   }
   const bool aligned_outputs = have_aligned_outputs(spec_, in, out);

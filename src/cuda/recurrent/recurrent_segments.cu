@@ -138,11 +138,11 @@ DEVICE void join(const RecurrentParams& p, const Joint& joint, SharedStorage& s)
 
 extern "C" __global__ void __launch_bounds__(kThreads) recurrent_segments(const __grid_constant__ RecurrentParams p) {
   griddep_wait();
+  if (p.lone_chunks) griddep_launch();  // its blocks set up meanwhile
   SharedStorage& s = *reinterpret_cast<SharedStorage*>(memory);
   const u32 units = u32(num_requests(p)) * u32(p.num_v_heads * (kDimV / kJoined));
   Joint joint;
   for (u32 index = blockIdx.x; find_unit(index, units, [&](u32 i) { return joint.take(p, i); }); index += gridDim.x) join(p, joint, s);
-  griddep_launch();
 }
 
 }  // namespace imbrex::cuda

@@ -348,6 +348,53 @@ TEST_F(RecurrentOnFakeDriver, LongRequestsComeInSegments) {
   }
 }
 
+// What a request's last chunk is without the tokens that others have behind these: the same bits, whichever of its blocks are computed.
+TEST_F(RecurrentOnFakeDriver, TokensOfAChunkDoNotDependOnLaterOnes) {
+  for (const RecurrentVariant& variant : recurrent_variants()) {
+    if (!variant.chunks() || variant.layer.has_output_stage()) continue;
+    use(variant);
+    RecurrentCase c{.name = variant.name, .spec = variant.layer};
+    for (const int tokens : {kRecurrentChunk, 16, 17, 24, 31, 32, 33, 40, 48, 49, 63}) c.requests.push_back({.q_len = tokens, .id = 1});
+    const RecurrentCaseInputs in = make_inputs(c);
+    const RecurrentRunResult result = run(in);
+    const RecurrentJudgement judgement = judge(expect(in, 0, true), in, result);
+    EXPECT_TRUE(judgement.pass()) << c.name << ": " << judgement.failure;
+    const int64_t row = int64_t(c.spec.num_v_heads) * c.spec.head_dim_v;
+    auto first = result.out.begin();
+    for (const StateCaseRequest& r : c.requests) {
+      EXPECT_TRUE(std::equal(first, first + r.q_len * row, result.out.begin())) << c.name << ", " << r.q_len;
+      first += r.q_len * row;
+    }
+  }
+}
+
+// Thread blocks that have a multiprocessor each have more chunks in shared memory, also where others of the step come token by token.
+TEST_F(RecurrentOnFakeDriver, LoneBlocksHaveMoreChunks) {
+  const RecurrentVariant variant = recurrent_variants().front();
+  use(variant);
+  fake::state().on_launch = nullptr;
+  const ChunkKernels chunks = *variant.chunks();
+  const auto expect_stages = [&](StateCaseRequests requests, unsigned stages, unsigned blocks) {
+    for (size_t r = 0; r < requests.size(); ++r) requests[r].id = int(r);
+    fake::state().launches.clear();
+    const RecurrentCaseInputs in = make_inputs({.name = "lone", .spec = variant.layer, .requests = std::move(requests)});
+    run_case(*device_mirror(backend)->plan(variant.layer, device, {.limits = limits_of(in.requests)}), in, {});
+    const auto launch = std::ranges::find(fake::state().launches, "recurrent_chunks", &fake::Launch::entry);
+    ASSERT_NE(launch, fake::state().launches.end());
+    EXPECT_EQ(launch->smem_bytes, stages * unsigned(chunks.stage_bytes));
+    EXPECT_EQ(launch->grid_x, blocks);
+  };
+  const unsigned workers = unsigned(device.num_workers), units = unsigned(chunks.units);
+  expect_stages({{20}}, 4, units);
+  expect_stages(StateCaseRequests(workers / units, {16}), 4, workers);
+  expect_stages(StateCaseRequests(workers / units + 1, {16}), 2, workers + units);
+  StateCaseRequests mixed(workers, {1, 1});
+  mixed.push_back({20});
+  expect_stages(mixed, 4, workers);
+  mixed.front() = {20};
+  expect_stages(mixed, 2, 2 * workers);
+}
+
 // Where no request is long there are none, nor where there would be more than one round of chunks, nor where a balanced step has other
 // requests for the multiprocessors.
 TEST_F(RecurrentOnFakeDriver, SegmentsAreForFewHeads) {
