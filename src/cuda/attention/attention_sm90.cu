@@ -33,9 +33,11 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       consumer.start_scores(s);
       consumer.pass_turn();
       consumer.ready_rows(rows);
+      RowValues values;
+      consumer.ready_score_mod(rows, values);
       finish<0>(s);
       consumer.leave_keys();
-      consumer.softmax<true>(rows, s, sums);
+      consumer.softmax<true>(rows, values, s, sums);
       pack_weights<kValueType>(s, weights);
       consumer.skip_values();
       consumer.end_tile<true>();
@@ -51,9 +53,11 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       consumer.start_output(weights, sums);
       consumer.pass_turn();
       if constexpr (edge) consumer.ready_rows(rows);  // of each tile at an edge: a branch would have to wait for the products
+      RowValues values;
+      consumer.ready_score_mod(rows, values);
       finish<1>(s);
       consumer.leave_keys();
-      const bool moved = consumer.softmax<edge>(rows, s, sums);
+      const bool moved = consumer.softmax<edge>(rows, values, s, sums);
       sums.need_here();
       finish<0>(sums.out);
       consumer.leave_values();

@@ -156,13 +156,23 @@ class Consumer {
     k_.next();
   }
 
+  // What score_mod() needs of the rows and of the tile's keys. While products are under way: by then it has been loaded, and the turn has
+  // brought the warps together since they read what was there of the tile before.
+  DEVICE void ready_score_mod(Rows& rows, RowValues& values) const {
+    if constexpr (!kScoreMod) return;
+    const int begin = tile_ * kTileKeys;
+    if constexpr (kScoreColumns > 0) ready_columns(p_, item(), begin, columns());
+    ready_row_values(p_, item(), item_row(), begin, rows, values);
+    if constexpr (kScoreColumns > 0) meet();
+  }
+
   // Scores become weights. True where the output has to be rescaled.
   // `edge` is a template argument, because a branch while products are under way would have to wait for them.
   template <bool edge>
-  DEVICE bool softmax(Rows& rows, Scores& s, Sums& sums) const {
+  DEVICE bool softmax(Rows& rows, const RowValues& values, Scores& s, Sums& sums) const {
     const int begin = tile_ * kTileKeys;
     if constexpr (kScoreMod) {
-      modify_by_expression(p_, item(), item_row(), begin, rows, s);
+      modify_by_score_mod(p_, item(), item_row(), begin, rows, values, columns(), s);
     } else if constexpr (!kPlainLogits) {
       modify(rows, s);
     }
@@ -208,7 +218,8 @@ class Consumer {
     mbarrier_wait(shared_address(&full), parity);
     if constexpr (kSmallPages) async_proxy_fence();  // between the copies' writes and the matrix unit's reads
   }
-  DEVICE void meet() const { named_barrier_sync(1 + kConsumers + wg_, 128); }  // of the warpgroup
+  DEVICE int* columns() const { return shared_.columns_of(kManyDims ? warp_id() / 4 : wg_); }  // with many dims wg_ is not kept
+  DEVICE void meet() const { named_barrier_sync(1 + kConsumers + wg_, 128); }                  // of the warpgroup
   DEVICE static void leave(u64& barrier) { leave_stage(barrier, int(threadIdx.x) % 128); }
   DEVICE void skip(u64& full, u32 parity, u64& empty) const {
     skip_stage(full, parity, empty, int(threadIdx.x) % 128, [this] { meet(); });
