@@ -1,9 +1,10 @@
 #pragma once
 // The user's score_mod in attention_sm90.cu: what it makes of a thread's scores of its two rows.
 //
-// What the keys of a row or the rows of a key have in common (src/expression/score_parts.h) is computed once a tile, while the products of
-// its scores are under way: the values of a row by each thread that has it, those of a key by one thread of the warpgroup, which writes
-// them to shared memory. A score is left with what depends on both. Where all of score_mod() is an AffineScore, that is a value of a row.
+// What the keys of a row or the rows of a key have in common (src/expression/score_parts.h) is not computed for each score. The values of a
+// row are computed by each thread that has it, once an item, and those of a key by one thread of the warpgroup, which writes them to shared
+// memory: they take loads that are far away, so they are computed a tile ahead. A score is left with what depends on both. Where all of
+// score_mod() is an AffineScore, that is a value of a row and a tile.
 #include "attention_sm90_parts.cuh"
 
 namespace imbrex::cuda {
@@ -21,42 +22,31 @@ constexpr int kColumnNumbers = kPlainColumns + kScoreHeadColumns * kGroup, kColu
 constexpr bool kSameHead = 8 % kGroup == 0;
 
 template <int numbers>
-struct ScoreColumns {  // in shared memory
-  alignas(16) int columns[kConsumers][numbers][kColumnPitch];
-  DEVICE int* columns_of(int wg) { return columns[wg][0]; }
+struct ScoreColumns {  // in shared memory: of a tile whose keys are in a stage
+  alignas(16) int columns[kConsumers][kStages][numbers][kColumnPitch];
+  DEVICE int* columns_of(int wg, int stage) { return columns[wg][stage][0]; }
 };
 template <>
 struct ScoreColumns<0> {
-  DEVICE int* columns_of(int) { return nullptr; }
+  DEVICE int* columns_of(int, int) { return nullptr; }
 };
-constexpr int kColumnBytes = 4 * kConsumers * kColumnNumbers * kColumnPitch;
+constexpr int kColumnBytes = 4 * kConsumers * kStages * kColumnNumbers * kColumnPitch;
 
+// What a thread has of one key of the tile that comes next.
+using ColumnValues = int[kColumnNumbers > 0 ? kColumnNumbers : 1];
 // What a thread has of its two rows.
 using RowValues = int[2][kScoreRows > 0 ? kScoreRows : 1];
 
-DEVICE void keep_here(float& x) { wgmma_pin(x); }
-DEVICE void keep_here(int& x) { wgmma_pin(reinterpret_cast<u32&>(x)); }
-
-// Computes the values of the thread's rows `row` and `row` + 8.
-DEVICE void ready_row_values(const AttentionParams& p, const Item& item, int row, int begin, Rows& rows, RowValues& values) {
+// What all keys of the thread's rows `row` and `row` + 8 have in common.
+DEVICE void set_row_values(const AttentionParams& p, const Item& item, int row, RowValues& values) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const ExpressionInputs in = expression_inputs(p, item, row + 8 * h, p.score_tensors);
-    if constexpr (kScoreAffine) {
-      operations::AffineScore& affine = rows.affine[h];
-      affine = affine_score(of_logit(in, begin + first_column(), 0, 0.f, rows.terms[h].scale));
-      keep_here(affine.number), keep_here(affine.step), keep_here(affine.rest);
-    } else if constexpr (kScoreRows > 0) {
-      score_rows(in, values[h]);
-#pragma unroll
-      for (int& value : values[h]) keep_here(value);
-    }
-  }
+  for (int h = 0; h < 2; ++h)
+    if constexpr (kScoreRows > 0) score_rows(expression_inputs(p, item, row + 8 * h, p.score_tensors), values[h]);
 }
 
-// Writes the values of the tile's keys to `columns`: a thread of the warpgroup those of one key. Without a branch, which would have to wait
-// for the products: threads without a key write what the last one's does.
-DEVICE void ready_columns(const AttentionParams& p, const Item& item, int begin, int* columns) {
+// Computes, for one key of the tile that begins at `begin`, the values of the key. Without a branch, which would have to wait for products
+// that are under way: threads without a key compute what the last one does.
+DEVICE void compute_columns(const AttentionParams& p, const Item& item, int begin, ColumnValues& found) {
   static_assert(kTileKeys <= 128);
   const int key = min(int(threadIdx.x) % 128, kTileKeys - 1);
   ExpressionInputs in = of_logit(expression_inputs(p, item, 0, p.score_tensors), begin + key, 0, 0.f, 1.f);
@@ -67,18 +57,24 @@ DEVICE void ready_columns(const AttentionParams& p, const Item& item, int begin,
     score_columns(in, values);
 #pragma unroll
     for (int c = 0; c < kScoreColumns; ++c) {
-      const int number = c < kPlainColumns ? c : kPlainColumns + (c - kPlainColumns) * kGroup + g;
-      if (c >= kPlainColumns || g == 0) columns[number * kColumnPitch + key] = values[c];
+      if (c >= kPlainColumns || g == 0) found[c < kPlainColumns ? c : kPlainColumns + (c - kPlainColumns) * kGroup + g] = values[c];
     }
   }
 }
+DEVICE void put_columns(const ColumnValues& found, int* columns) {
+  const int key = min(int(threadIdx.x) % 128, kTileKeys - 1);
+#pragma unroll
+  for (int i = 0; i < kColumnNumbers; ++i) columns[i * kColumnPitch + key] = found[i];
+}
 
 // Scores become what score_mod() makes of logits, but for what weigh() does to all that a thread has of a row.
-DEVICE void modify_by_score_mod(const AttentionParams& p, const Item& item, int row, int begin, const Rows& rows, const RowValues& values,
+DEVICE void modify_by_score_mod(const AttentionParams& p, const Item& item, int row, int begin, Rows& rows, const RowValues& values,
                                 const int* columns, Scores& s) {
   if constexpr (kScoreAffine) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      const ExpressionInputs in = expression_inputs(p, item, row + 8 * h, p.score_tensors);
+      rows.affine[h] = affine_score(of_logit(in, begin + first_column(), 0, 0.f, rows.terms[h].scale));
       const float step = rows.affine[h].step * reciprocal_approx(rows.affine[h].number);
       each_of_row(s, h, [=](float& x, int key) { x = fmaf(step, float(key), x); });
     }
