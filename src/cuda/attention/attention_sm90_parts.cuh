@@ -88,19 +88,6 @@ DEVICE void hide_in_tree(const AttentionParams& p, const Item& item, int row, in
   }
 }
 
-// Hides from rows `row` and `row` + 8 what the user's mask_mod hides.
-template <class S>
-DEVICE void hide_by_mask_mod(const AttentionParams& p, const Item& item, int row, int begin, S& s) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const ExpressionInputs in = expression_inputs(p, item, row + 8 * h, p.mask_tensors);
-    const int first = begin + first_column();
-    each_of_row(s, h, [=](float& x, int key) {
-      if (!mask_mod(of_key(in, first + key))) x = -infinity();
-    });
-  }
-}
-
 // Scores become logits, but for what weigh() does to all that a thread has of a row: it multiplies by the row's factor, and adds what
 // ALiBi adds to the first of them. What it adds to the others on top takes a multiply-add each, whose numbers of keys are constants.
 DEVICE void modify(const Rows& rows, Scores& s) {

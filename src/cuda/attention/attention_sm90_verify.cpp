@@ -34,8 +34,8 @@ bool runs(std::string_view arch, const AttentionSpec& spec, int rows) {
   return arch == "sm_90a" && (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) &&
          (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::fp8_e4m3) && codec_of(spec).strided && spec.score_mod.empty() &&
          takes(spec.head_dim_qk) && takes(spec.head_dim_v) && (spec.head_dim_qk <= 2 * kSm90ChunkDims || shares_dims(spec)) &&
-         spec.group_size() <= rows && !spec.mask.custom && !spec.mask.positions &&
-         ((!spec.mask.tree && spec.mask_mod.empty()) || has_registers_to_hide(spec, rows)) && spec.score.relative_buckets == 0 &&
+         spec.group_size() <= rows && !spec.mask.custom && !spec.mask.positions && (!spec.mask.tree || has_registers_to_hide(spec, rows)) &&
+         (spec.mask_mod.empty() || (has_registers_to_hide(spec, rows) && !shares_dims(spec))) && spec.score.relative_buckets == 0 &&
          !spec.score.alibi_sqrt;
 }
 

@@ -34,6 +34,27 @@ DEVICE u64 descriptor(u32 tile, int bytes) { return wgmma_descriptor(0, 0, 1024,
 
 using Sums = FragmentSums<Fragment<kTeamDims>>;
 
+// Which of a tile's keys the user's mask_mod shows to rows `row` and `row` + 8: of column 8 j + c of a thread, bit 2 j + c. A loop, in
+// which few elements of tensors are loaded at a time, and therefore in front of products.
+using ShownWords = u32[2];
+DEVICE void set_shown(const AttentionParams& p, const Item& item, int row, int begin, ShownWords& shown) {
+  const ExpressionInputs in[2] = {expression_inputs(p, item, row, p.mask_tensors), expression_inputs(p, item, row + 8, p.mask_tensors)};
+  shown[0] = shown[1] = 0;
+#pragma unroll 1
+  for (int bit = 0; bit < kTileKeys / 4; ++bit) {
+    const int key = begin + first_column() + bit / 2 * 8 + bit % 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) shown[h] |= u32(mask_mod(of_key(in[h], key))) << bit;
+  }
+}
+DEVICE void hide_others(const ShownWords& shown, Scores& s) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    each_of_row(s, h, [word = shown[h]](float& x, int key) {
+      if ((word >> (key / 8 * 2 + key % 8) & 1) == 0) x = -infinity();
+    });
+}
+
 class Consumer {
  public:
   DEVICE Consumer(const AttentionParams& p, SharedStorage& shared) : p_(p), shared_(shared) {
@@ -132,13 +153,13 @@ class Consumer {
 
   // Scores of `tile` become weights, which are those of the output's next product when the one under way is over.
   template <bool edge>
-  DEVICE bool softmax(const Rows& rows, int tile, Scores& s, Sums& sums, float (&factor)[2]) const {
+  DEVICE bool softmax(const Rows& rows, int tile, const ShownWords& shown, Scores& s, Sums& sums, float (&factor)[2]) const {
     if constexpr (!kPlainLogits) modify(rows, s);
     if constexpr (edge && kTree) {
       hide_in_tree(p_, shared_.item[item_slot().at], first_row() + matrix_row(), tile * kTileKeys, s);
     } else if constexpr (edge) {
       hide(tile * kTileKeys, rows, s);
-      if constexpr (kMaskMod) hide_by_mask_mod(p_, shared_.item[item_slot().at], first_row() + matrix_row(), tile * kTileKeys, s);
+      if constexpr (kMaskMod) hide_others(shown, s);
     }
     return weigh(p_, tile * kTileKeys, rows, s, sums.reference, sums.sum, factor, kSlack, kFresh);
   }
@@ -174,6 +195,7 @@ class Consumer {
     piece.clear(0.f), node.clear(kNoSum);
     int pieces = 0, left = piece_tiles;  // pieces that are done; tiles of the one at work
     float factor[2];
+    ShownWords shown;
     bool more = true;          // beside a mask_mod: tiles follow
     int before = tiles.first;  // the tile that was weighed last
     {
@@ -182,12 +204,13 @@ class Consumer {
       if constexpr (kMaskMod) {
         before = told().number, more = !told().last;
         pass_pieces(told().ended, piece, node, pieces);
+        set_shown(p_, item, first_row() + matrix_row(), before * kTileKeys, shown);
       }
       wgmma_fence();
       start_scores(s);
       finish<0>(s);
       leave_keys();
-      softmax<true>(rows, before, s, piece, factor);
+      softmax<true>(rows, before, shown, s, piece, factor);
       pack_weights<kValueType>(s, weights_);
       --left;
     }
@@ -196,6 +219,7 @@ class Consumer {
       Scores s;
       if constexpr (!kMaskMod) wait_for_keys(), before = tile - 1;
       wait_for_values();
+      if constexpr (edge && kMaskMod) set_shown(p_, item, first_row() + matrix_row(), tile * kTileKeys, shown);
       // Only an item's first tile has hidden keys before its visible ones. Only its last tile, whose output comes after all turns, has
       // hidden keys after them.
       if (item.lo > before * kTileKeys) clear_values(item.lo - before * kTileKeys, kTileKeys);
@@ -212,7 +236,7 @@ class Consumer {
         left = piece_tiles;
       }
       --left;
-      const bool moved = softmax<edge>(rows, tile, s, piece, factor);
+      const bool moved = softmax<edge>(rows, tile, shown, s, piece, factor);
       finish<0>(piece.out);
       leave_values();
       pack_weights<kValueType>(s, weights_);
