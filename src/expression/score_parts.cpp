@@ -93,7 +93,7 @@ ScoreParts score_parts(const Expression& expression) {
   ScoreParts parts;
   parts.columns = pick(
       {}, [](const Needs& of) { return of.is_column(); }, kMostScoreColumns);
-  std::ranges::stable_partition(parts.columns, [&](int n) { return !needs[size_t(n)].head; });
+  std::stable_partition(parts.columns.begin(), parts.columns.end(), [&](int n) { return !needs[size_t(n)].head; });
   parts.head_columns = int(std::ranges::count_if(parts.columns, [&](int n) { return needs[size_t(n)].head; }));
   parts.rows = pick(
       parts.columns, [](const Needs& of) { return of.is_row(); }, kMostScoreRows);
