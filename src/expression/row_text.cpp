@@ -8,6 +8,7 @@
 #include <bit>
 #include <optional>
 
+#include "expression/score_parts.h"
 #include "expression/text_parts.h"
 
 namespace imbrex {
@@ -34,13 +35,42 @@ std::string input(std::string_view name) { return fmt::format("in.{}", name); }
 class RowText {
  public:
   explicit RowText(const Expression& expression)
-      : nodes_(expression.nodes()), exact_(deciding(nodes_)), varies_(nodes_.size()), sums_(nodes_.size()), written_(nodes_.size()) {}
+      : nodes_(expression.nodes()),
+        exact_(deciding(nodes_)),
+        varies_(nodes_.size()),
+        given_(nodes_.size()),
+        sums_(nodes_.size()),
+        written_(nodes_.size()) {
+    for (size_t n = 0; n < nodes_.size(); ++n) {
+      const ExpressionNode& node = nodes_[n];
+      varies_[n] = node.op == ExpressionOp::variable && (ExpressionVariable(node.value) == ExpressionVariable::kv ||
+                                                         ExpressionVariable(node.value) == ExpressionVariable::score);
+      for (const int16_t arg : node.args)
+        if (arg >= 0 && varies_[size_t(arg)]) varies_[n] = true;
+    }
+  }
+  // The values of nodes are the bits in an array of ints.
+  void give(std::span<const int> nodes, const char* array) {
+    for (size_t i = 0; i < nodes.size(); ++i) given_[size_t(nodes[i])] = bits_text(nodes_[size_t(nodes[i])].type, array, i);
+  }
 
   std::string str() {
-    for (size_t n = 0; n < nodes_.size(); ++n) take(n);
     const size_t last = nodes_.size() - 1;
+    const int root[] = {int(last)};
+    take_all(root);
     value(last);
     return text_ + fmt::format("  return v{};\n", last);
+  }
+  // What writes the bits of the nodes' values to an array of ints.
+  std::string values(std::span<const int> nodes, const char* array) {
+    take_all(nodes);
+    for (size_t i = 0; i < nodes.size(); ++i) {
+      const std::string name = value(size_t(nodes[i]));
+      const bool real = nodes_[size_t(nodes[i])].type == ExpressionType::real;
+      text_ +=
+          fmt::format("  {}[{}] = {};\n", array, i, real ? fmt::format("int({}as_bits({}))", kCalled, name) : fmt::format("int({})", name));
+    }
+    return text_;
   }
   // What an AffineScore has; nothing where the value is no such sum.
   std::string affine() {
@@ -51,13 +81,24 @@ class RowText {
   }
 
  private:
+  static std::string bits_text(ExpressionType type, const char* array, size_t i) {
+    const std::string bits = fmt::format("{}[{}]", array, i);
+    if (type == ExpressionType::real) return fmt::format("{}as_float(unsigned({}))", kCalled, bits);
+    return type == ExpressionType::boolean ? fmt::format("({} != 0)", bits) : bits;
+  }
+  // All that the roots need.
+  void take_all(std::span<const int> roots) {
+    std::vector<bool> needed(nodes_.size());
+    for (const int root : roots) needed[size_t(root)] = true;
+    for (size_t n = nodes_.size(); n-- > 0;)
+      for (const int16_t arg : nodes_[n].args)
+        if (needed[n] && given_[n].empty() && arg >= 0) needed[size_t(arg)] = true;
+    for (size_t n = 0; n < nodes_.size(); ++n)
+      if (needed[n]) take(n);
+  }
   void take(size_t n) {
-    using enum ExpressionOp;
     const ExpressionNode& node = nodes_[n];
-    varies_[n] = node.op == variable &&
-                 (ExpressionVariable(node.value) == ExpressionVariable::kv || ExpressionVariable(node.value) == ExpressionVariable::score);
-    for (const int16_t arg : node.args)
-      if (arg >= 0 && varies_[size_t(arg)]) varies_[n] = true;
+    if (!given_[n].empty()) return write(n, given_[n]);
     if (node.type != ExpressionType::real || exact_[n]) return write(n, value_text_of(n));
     sums_[n] = sum_of(n);
   }
@@ -230,13 +271,26 @@ class RowText {
   const std::span<const ExpressionNode> nodes_;
   const std::vector<bool> exact_;
   std::vector<bool> varies_;
-  std::vector<Sum> sums_;      // of floats that decide nothing
-  std::vector<bool> written_;  // their values, and all others
+  std::vector<std::string> given_;  // texts of values that are not computed; empty: of others
+  std::vector<Sum> sums_;           // of floats that decide nothing
+  std::vector<bool> written_;       // their values, and all others
   std::string text_;
   int rows_ = 0, sums_written_ = 0;
 };
 
 }  // namespace
+
+std::string score_parts_text(const Expression& expression, const ScoreParts& parts, std::string_view name) {
+  constexpr std::string_view kInputs = "[[maybe_unused]] const imbrex::ExpressionInputs& in";
+  RowText whole(expression);
+  whole.give(parts.columns, "columns"), whole.give(parts.rows, "rows");
+  return fmt::format("inline void {}_columns({}, [[maybe_unused]] int* columns) {{\n{}}}\n", name, kInputs,
+                     RowText(expression).values(parts.columns, "columns")) +
+         fmt::format("inline void {}_rows({}, [[maybe_unused]] int* rows) {{\n{}}}\n", name, kInputs,
+                     RowText(expression).values(parts.rows, "rows")) +
+         fmt::format("inline float {}_of_parts({}, [[maybe_unused]] const int* columns, [[maybe_unused]] const int* rows) {{\n{}}}\n", name,
+                     kInputs, whole.str());
+}
 
 std::string row_text(const Expression& expression) { return RowText(expression).str(); }
 

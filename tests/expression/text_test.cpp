@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 
+#include "expression/score_parts.h"
 #include "expression/short_operations.h"
 #include "expression/texts/expressions.h"
 #include "imbrex/error.h"
@@ -60,6 +61,42 @@ TEST(CudaText, ApproximateSumsStayFactorsOfARow) {
   EXPECT_EQ(text("int t[]; score + (kv - t[q])").find("first_kv"), std::string::npos);
   EXPECT_EQ(text("score + (kv + 2000000000)").find("first_kv"), std::string::npos);
   EXPECT_EQ(text("score + kv * kv").find("first_kv"), std::string::npos);
+}
+
+// What a kernel computes once for a key or a row: the heaviest values that depend on nothing else.
+TEST(CudaText, PartsOfScoresAreThoseOfKeysAndOfRows) {
+  const auto parts = [](const char* text) { return score_parts(parse_expression(text)); };
+  EXPECT_TRUE(parts("float slope[]; score + 2 * float(kv) - float(q)").empty());
+  const ScoreParts bias = parts("float bias[,]; score + 0.5 * bias[head, kv]");
+  EXPECT_EQ(bias.columns.size(), 1u);
+  EXPECT_EQ(bias.head_columns, 1);
+  EXPECT_TRUE(bias.rows.empty());
+  const ScoreParts documents =
+      parts("int doc[,]; float s[]; float b[,]; where(doc[batch, q] == doc[batch, kv], score, -inf) + b[head, kv] * s[kv // 8]");
+  EXPECT_EQ(documents.columns.size(), 2u);
+  EXPECT_EQ(documents.head_columns, 1);
+  EXPECT_EQ(documents.rows.size(), 1u);
+  // What both a key and a query take part in is neither.
+  const char* const relative = "float r[]; score + r[q - kv + 500]";
+  EXPECT_TRUE(parts(relative).empty());
+  EXPECT_TRUE(loads_for_each_key(parse_expression(relative), {}));
+  const char* const of_keys = "float bias[,]; score + bias[batch, kv]";
+  EXPECT_TRUE(loads_for_each_key(parse_expression(of_keys), {}));
+  EXPECT_FALSE(loads_for_each_key(parse_expression(of_keys), parts(of_keys)));
+  // At most as many as a kernel has room for; a row's value that only a key's value takes is no part.
+  const ScoreParts many =
+      parts("float a[,]; score + a[0, kv] + score * a[1, kv] + tanh(score + a[2, kv]) + abs(score - a[3, kv]) + exp(score * a[4, kv])");
+  EXPECT_EQ(int(many.columns.size()), kMostScoreColumns);
+  EXPECT_TRUE(parts("float a[]; score + a[batch] * a[kv]").rows.empty());
+}
+
+TEST(CudaText, PartsAreGivenAsBits) {
+  const Expression e = parse_expression("int doc[,]; bool on[]; where(doc[batch, q] == doc[batch, kv] & on[kv], score, -inf)");
+  const std::string text = score_parts_text(e, score_parts(e), "mod");
+  for (const char* part : {"inline void mod_columns(", "inline void mod_rows(", "inline float mod_of_parts(", "columns[0] = int(",
+                           "columns[1] = int(", "rows[0] = int(", "= (columns[1] != 0);", "= rows[0];"})
+    EXPECT_NE(text.find(part), std::string::npos) << part << " in\n" << text;
+  EXPECT_EQ(text.substr(text.find("mod_of_parts")).find("element"), std::string::npos) << text;
 }
 
 TEST(CudaText, NamesAreIdentifiers) {

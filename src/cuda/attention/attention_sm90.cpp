@@ -23,13 +23,14 @@ AttentionSpec with_mask_bits(AttentionSpec spec) {
   return spec;
 }
 
-// Keys of a tile whose logits a score_mod changes: elements of tensors, which are loaded several at a time, take registers, and so do
-// long expressions.
-int keys_beside(const Expression& score_mod) {
+// Keys of a tile whose logits a score_mod changes: elements of tensors that are loaded for each score, several at a time, take registers,
+// and so do long expressions.
+int keys_beside_score_mod(const AttentionSpec& spec) {
   constexpr size_t kShort = 32, kLong = 96;  // operations
-  const size_t operations = score_mod.nodes().size();
+  const size_t operations = spec.score_mod.nodes().size();
   if (operations > kShort) return operations > kLong ? 64 : 80;
-  return loads_for_each_key(score_mod) ? 80 : 128;
+  const ScoreParts parts = score_parts_of(spec);
+  return parts.columns.size() > 1 || loads_for_each_key(spec.score_mod, parts) ? 80 : 128;
 }
 
 }  // namespace
@@ -58,7 +59,7 @@ Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
     tiles.stages = 3, tiles.teams = two ? 2 : 3, tiles.keys = two || !caps ? 128 : more ? 80 : 96;
   }
   if (!spec.score_mod.empty()) {
-    const int most = keys_beside(spec.score_mod);
+    const int most = keys_beside_score_mod(spec);
     tiles.teams = 2, tiles.keys = most < 128 && (masked || widens(spec)) ? 64 : most;  // words of bits, and whole pages of a quarter
   }
   if (spec.head_dim_v > 128) tiles.keys = masked || score.alibi || !spec.score_mod.empty() ? 64 : 80;
@@ -117,12 +118,16 @@ KernelKey sm90_prefill_key(const char* path, std::string_view arch, const Attent
 
 KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& given, DType out) {
   const AttentionSpec spec = with_mask_bits(given);
-  return sm90_prefill_key("attention_sm90.cu", arch, spec, out, attention_sm90_tiles(spec), widens(spec));
+  KernelKey key = sm90_prefill_key("attention_sm90.cu", arch, spec, out, attention_sm90_tiles(spec), widens(spec));
+  add_score_parts(spec, key);
+  return key;
 }
 
 KernelKey attention_sm90_flat_key(std::string_view arch, const AttentionSpec& given, DType out) {
   const AttentionSpec spec = with_mask_bits(given);
-  return sm90_prefill_key("attention_sm90.cu", arch, flat_spec(spec), out, attention_sm90_tiles(spec).over_flat(), widens(spec));
+  KernelKey key = sm90_prefill_key("attention_sm90.cu", arch, flat_spec(spec), out, attention_sm90_tiles(spec).over_flat(), widens(spec));
+  add_score_parts(spec, key);
+  return key;
 }
 
 KernelKey pack_mask_key(std::string_view arch, const AttentionSpec& given) {

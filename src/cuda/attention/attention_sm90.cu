@@ -24,18 +24,22 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   Rows rows;
   Sums sums;
   Weights weights;
+  RowValues values;
+  ColumnValues columns;
   if (wg == kConsumers - 1) consumer.pass_turn();
   if (consumer.begin_item()) {
     {
       Scores s;
       consumer.wait_for_keys();
+      consumer.put_columns(columns);
       consumer.take_turn();
       consumer.start_scores(s);
       consumer.pass_turn();
-      consumer.ready_rows(rows);
+      consumer.ready_rows(rows, values);
+      consumer.compute_columns_ahead(columns);
       finish<0>(s);
       consumer.leave_keys();
-      consumer.softmax<true>(rows, s, sums);
+      consumer.softmax<true>(rows, values, s, sums);
       pack_weights<kValueType>(s, weights);
       consumer.skip_values();
       consumer.end_tile<true>();
@@ -45,15 +49,17 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       Scores s;
       consumer.wait_for_keys();
       consumer.clear_hidden_values();
+      consumer.put_columns(columns);
       consumer.take_turn();
       consumer.start_scores(s);
       consumer.wait_for_values();
       consumer.start_output(weights, sums);
       consumer.pass_turn();
-      if constexpr (edge) consumer.ready_rows(rows);  // of each tile at an edge: a branch would have to wait for the products
+      if constexpr (edge) consumer.ready_rows(rows, values);  // of each tile at an edge: a branch would have to wait for the products
+      consumer.compute_columns_ahead(columns);
       finish<1>(s);
       consumer.leave_keys();
-      const bool moved = consumer.softmax<edge>(rows, s, sums);
+      const bool moved = consumer.softmax<edge>(rows, values, s, sums);
       sums.need_here();
       finish<0>(sums.out);
       consumer.leave_values();

@@ -78,13 +78,15 @@ class Consumer {
     const Item& item = this->item();
     if (item.num_rows == kNoItem) return false;
     tile_ = tiles_of(item).end - 1;
+    ahead_ = -1;
     for (const int last = seen_end(p_, item) - 1; kSkipped > 0 && tile_ > last; --tile_, k_.next())
       skip(shared_.k_full[k_.at], k_.parity, shared_.k_empty[k_.at]);
     return true;
   }
   // While the first products of an item are under way: in front of them, it would take longer to get there.
-  DEVICE void ready_rows(Rows& rows) {
+  DEVICE void ready_rows(Rows& rows, RowValues& values) {
     const Item& item = this->item();
+    if constexpr (kScoreRows > 0) set_row_values(p_, item, item_row(), values);
     set_rows(rows, p_, item, item_row(), p_.scale * kv_scale(p_.k, item.kv_head));
     const int begin = warp_id() / 4 * kTeamRows;  // not by wg, which would stay in a register meanwhile
     const int first_row = min(begin, item.num_rows - 1), last_row = min(begin + kTeamRows - 1, item.num_rows - 1);
@@ -156,13 +158,29 @@ class Consumer {
     k_.next();
   }
 
+  // What score_mod() needs of the tile's keys goes to shared memory in front of the turn, which brings the warps together. The first of an
+  // item, and the one behind tiles that a mask hides, are computed here.
+  DEVICE void put_columns(ColumnValues& ahead) {
+    if constexpr (kScoreColumns > 0) {
+      if (ahead_ != tile_) compute_columns(p_, item(), tile_ * kTileKeys, ahead);
+      cuda::put_columns(ahead, columns());
+    }
+  }
+  // Of the next tile's keys, while products are under way.
+  DEVICE void compute_columns_ahead(ColumnValues& ahead) {
+    if constexpr (kScoreColumns > 0) {
+      ahead_ = tile_ - 1;
+      compute_columns(p_, item(), max(ahead_, 0) * kTileKeys, ahead);
+    }
+  }
+
   // Scores become weights. True where the output has to be rescaled.
   // `edge` is a template argument, because a branch while products are under way would have to wait for them.
   template <bool edge>
-  DEVICE bool softmax(Rows& rows, Scores& s, Sums& sums) const {
+  DEVICE bool softmax(Rows& rows, const RowValues& values, Scores& s, Sums& sums) const {
     const int begin = tile_ * kTileKeys;
     if constexpr (kScoreMod) {
-      modify_by_expression(p_, item(), item_row(), begin, rows, s);
+      modify_by_score_mod(p_, item(), item_row(), begin, rows, values, columns(), s);
     } else if constexpr (!kPlainLogits) {
       modify(rows, s);
     }
@@ -208,7 +226,8 @@ class Consumer {
     mbarrier_wait(shared_address(&full), parity);
     if constexpr (kSmallPages) async_proxy_fence();  // between the copies' writes and the matrix unit's reads
   }
-  DEVICE void meet() const { named_barrier_sync(1 + kConsumers + wg_, 128); }  // of the warpgroup
+  DEVICE int* columns() const { return shared_.columns_of(kManyDims ? warp_id() / 4 : wg_, k_.at); }  // with many dims wg_ is not kept
+  DEVICE void meet() const { named_barrier_sync(1 + kConsumers + wg_, 128); }                         // of the warpgroup
   DEVICE static void leave(u64& barrier) { leave_stage(barrier, int(threadIdx.x) % 128); }
   DEVICE void skip(u64& full, u32 parity, u64& empty) const {
     skip_stage(full, parity, empty, int(threadIdx.x) % 128, [this] { meet(); });
@@ -227,6 +246,7 @@ class Consumer {
   KeyRange weighed_;  // keys of the tile before, whose weights are there, counted within it
   Ring<kStages> k_;   // of `tile`
   int whole_end_;
+  int ahead_;  // the tile whose columns have been computed; -1: none
 };
 
 }  // namespace imbrex::cuda

@@ -2,6 +2,7 @@
 // The shared memory of attention_sm90.cu, and the warpgroup that loads it: items, their queries, keys, values.
 #include "attention_sm90_cluster.cuh"
 #include "attention_sm90_mask.cuh"
+#include "attention_sm90_score.cuh"
 #include "attention_sm90_widen.cuh"
 #include "tile_rows.cuh"
 
@@ -17,10 +18,10 @@ constexpr int kKeyLoaders = kWidens ? kKeyWideners : kSmallPages ? kValueLoaders
 constexpr int kQBytes = kConsumers * kQChunks * kQChunkBytes, kKvBytes = kStages * (kQChunks + kVChunks) * kKvChunkBytes;
 constexpr int kRoom = 226 * 1024;  // bytes of shared memory, without those for barriers and items
 // With two slots, the next item's queries are loaded while an item is computed.
-constexpr int kQSlots = 2 * kQBytes + kKvBytes + kStagedBytes + kConsumers * 64 * 8 <= kRoom ? 2 : 1;
+constexpr int kQSlots = 2 * kQBytes + kKvBytes + kStagedBytes + kColumnBytes + kConsumers * 64 * 8 <= kRoom ? 2 : 1;
 constexpr int kItems = kQSlots + 3;  // a warpgroup ends an item when it has begun the next; keys are kQSlots ahead, and items one more
 
-struct SharedStorage : Staging<kWidens> {
+struct SharedStorage : Staging<kWidens>, ScoreColumns<kColumnNumbers> {
   alignas(1024) char q[kQSlots][kConsumers][kQChunks][kQChunkBytes];
   alignas(1024) char k[kStages][kQChunks][kKvChunkBytes];
   alignas(1024) char v[kStages][kVChunks][kKvChunkBytes];

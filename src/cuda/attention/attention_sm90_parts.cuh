@@ -97,23 +97,6 @@ DEVICE void modify(const Rows& rows, Scores& s) {
   });
 }
 
-// Scores become what the user's score_mod makes of logits, but for what weigh() does to all that a thread has of a row.
-DEVICE void modify_by_expression(const AttentionParams& p, const Item& item, int row, int begin, Rows& rows, Scores& s) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const ExpressionInputs in = expression_inputs(p, item, row + 8 * h, p.score_tensors);
-    const int first = begin + first_column();
-    const float scale = rows.terms[h].scale;
-    if constexpr (kScoreAffine) {
-      rows.affine[h] = affine_score(of_logit(in, first, 0, 0.f, scale));
-      const float step = rows.affine[h].step * reciprocal_approx(rows.affine[h].number);
-      each_of_row(s, h, [=](float& x, int key) { x = fmaf(step, float(key), x); });
-      continue;
-    }
-    each_of_row(s, h, [=](float& x, int key) { x = score_mod(of_logit(in, first, key, x, scale)); });
-  }
-}
-
 // Scores of a tile whose keys begin at `begin` become weights relative to each row's reference. True where a row's sums must be multiplied
 // by `factor` first; `slack` and `fresh` as in move_reference().
 DEVICE bool weigh(const AttentionParams& p, int begin, const Rows& rows, Scores& s, float (&reference)[2], float (&sum)[2],

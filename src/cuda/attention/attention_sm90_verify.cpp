@@ -22,8 +22,8 @@ int tile_keys(const AttentionSpec& spec, int rows) {
 
 bool shares_dims(const AttentionSpec& spec) { return spec.head_dim_v > 2 * kSm90ChunkDims; }
 
-// What hides keys of a tree of drafts takes registers, which ptxas finds beside few other things.
-bool takes_trees(const AttentionSpec& spec, int rows) {
+// What hides keys of a tree of drafts, or as a mask_mod says, takes registers, which ptxas finds beside few other things.
+bool has_registers_to_hide(const AttentionSpec& spec, int rows) {
   if (!has_plain_logits(spec) || widens(spec)) return false;
   return std::max(spec.head_dim_qk, spec.head_dim_v) <= kSm90ChunkDims || rows == kTeamRows;
 }
@@ -32,10 +32,11 @@ bool runs(std::string_view arch, const AttentionSpec& spec, int rows) {
   constexpr int kDimUnit = 8, kMostDims = 256;
   const auto takes = [](int dims) { return dims % kDimUnit == 0 && dims <= kMostDims; };
   return arch == "sm_90a" && (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) &&
-         (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::fp8_e4m3) && codec_of(spec).strided && !has_expressions(spec) &&
+         (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::fp8_e4m3) && codec_of(spec).strided && spec.score_mod.empty() &&
          takes(spec.head_dim_qk) && takes(spec.head_dim_v) && (spec.head_dim_qk <= 2 * kSm90ChunkDims || shares_dims(spec)) &&
-         spec.group_size() <= rows && !spec.mask.custom && !spec.mask.positions && (!spec.mask.tree || takes_trees(spec, rows)) &&
-         spec.score.relative_buckets == 0 && !spec.score.alibi_sqrt;
+         spec.group_size() <= rows && !spec.mask.custom && !spec.mask.positions && (!spec.mask.tree || has_registers_to_hide(spec, rows)) &&
+         (spec.mask_mod.empty() || (has_registers_to_hide(spec, rows) && !shares_dims(spec))) && spec.score.relative_buckets == 0 &&
+         !spec.score.alibi_sqrt;
 }
 
 }  // namespace
@@ -83,7 +84,8 @@ KernelKey attention_sm90_verify_key(std::string_view arch, const AttentionSpec& 
                                {"kFromBytes", widens(spec)},
                                {"kKWidth", kTensorMapLine},
                                {"kVWidth", kTensorMapLine},
-                               {"kMaps", maps}})};
+                               {"kMaps", maps}}),
+          expression_functions(spec)};
 }
 
 bool attention_sm90_verify_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {

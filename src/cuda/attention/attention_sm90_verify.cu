@@ -34,6 +34,27 @@ DEVICE u64 descriptor(u32 tile, int bytes) { return wgmma_descriptor(0, 0, 1024,
 
 using Sums = FragmentSums<Fragment<kTeamDims>>;
 
+// Which of a tile's keys the user's mask_mod shows to rows `row` and `row` + 8: of column 8 j + c of a thread, bit 2 j + c. A loop, in
+// which few elements of tensors are loaded at a time, and therefore in front of products.
+using ShownWords = u32[2];
+DEVICE void set_shown(const AttentionParams& p, const Item& item, int row, int begin, ShownWords& shown) {
+  const ExpressionInputs in[2] = {expression_inputs(p, item, row, p.mask_tensors), expression_inputs(p, item, row + 8, p.mask_tensors)};
+  shown[0] = shown[1] = 0;
+#pragma unroll 1
+  for (int bit = 0; bit < kTileKeys / 4; ++bit) {
+    const int key = begin + first_column() + bit / 2 * 8 + bit % 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) shown[h] |= u32(mask_mod(of_key(in[h], key))) << bit;
+  }
+}
+DEVICE void hide_others(const ShownWords& shown, Scores& s) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    each_of_row(s, h, [word = shown[h]](float& x, int key) {
+      if ((word >> (key / 8 * 2 + key % 8) & 1) == 0) x = -infinity();
+    });
+}
+
 class Consumer {
  public:
   DEVICE Consumer(const AttentionParams& p, SharedStorage& shared) : p_(p), shared_(shared) {
@@ -81,6 +102,8 @@ class Consumer {
   }
   DEVICE void wait_for_keys() const { wait_for_tile(shared_.k_full[k_stage().at], k_stage().parity); }
   DEVICE void wait_for_values() const { wait_for_tile(shared_.v_full[v_stage().at], v_stage().parity); }
+  // Of the stage whose keys are there.
+  DEVICE const ToldTile& told() const { return shared_.told[k_stage().at]; }
   DEVICE void leave_keys() { report(shared_.k_empty[k_stage().at]), ++k_tiles_; }
   DEVICE void leave_values() { report(shared_.v_empty[v_stage().at]), ++v_tiles_; }
 
@@ -93,9 +116,11 @@ class Consumer {
   // Passes over an item whose rows are the other warpgroup's.
   DEVICE void pass_item(const Item& item) {
     const Tiles tiles = tiles_of(item);
+    bool more = true;
 #pragma unroll 1
-    for (int tile = tiles.first; tile < tiles.end; ++tile) {
+    for (int tile = tiles.first; kMaskMod ? more : tile < tiles.end; ++tile) {
       wait_for_keys();
+      if constexpr (kMaskMod) more = !told().last;
       leave_keys();
       wait_for_values();
       leave_values();
@@ -128,12 +153,13 @@ class Consumer {
 
   // Scores of `tile` become weights, which are those of the output's next product when the one under way is over.
   template <bool edge>
-  DEVICE bool softmax(const Rows& rows, int tile, Scores& s, Sums& sums, float (&factor)[2]) const {
+  DEVICE bool softmax(const Rows& rows, int tile, const ShownWords& shown, Scores& s, Sums& sums, float (&factor)[2]) const {
     if constexpr (!kPlainLogits) modify(rows, s);
     if constexpr (edge && kTree) {
       hide_in_tree(p_, shared_.item[item_slot().at], first_row() + matrix_row(), tile * kTileKeys, s);
     } else if constexpr (edge) {
       hide(tile * kTileKeys, rows, s);
+      if constexpr (kMaskMod) hide_others(shown, s);
     }
     return weigh(p_, tile * kTileKeys, rows, s, sums.reference, sums.sum, factor, kSlack, kFresh);
   }
@@ -157,42 +183,52 @@ class Consumer {
     // Tiles of which every row sees every key.
     const KeyRange all = seen_by_rows(p_, item, begin, last_row).all;
     const int whole_first = (max(item.lo, all.lo) + kTileKeys - 1) / kTileKeys, whole_end = max(0, min(item.hi, all.hi)) / kTileKeys;
-    const auto is_whole = [&](int tile) {
+    const auto is_whole = [&](int tile, bool shown) {
       if constexpr (kTree) {  // read anew, since registers are short
         const KeyRange now = seen_by_rows(p_, item, computed_here(begin), 0).all;
         return tile * kTileKeys >= max(item.lo, now.lo) && (tile + 1) * kTileKeys <= min(item.hi, now.hi);
       }
-      return (!kWindow || tile >= whole_first) && tile < whole_end;
+      return (!kMaskMod || shown) && (!kWindow || tile >= whole_first) && tile < whole_end;
     };
 
     Sums piece, node;  // of the tree of pieces, one that is not complete
     piece.clear(0.f), node.clear(kNoSum);
     int pieces = 0, left = piece_tiles;  // pieces that are done; tiles of the one at work
     float factor[2];
+    ShownWords shown;
+    bool more = true;          // beside a mask_mod: tiles follow
+    int before = tiles.first;  // the tile that was weighed last
     {
       Scores s;
       wait_for_keys();
+      if constexpr (kMaskMod) {
+        before = told().number, more = !told().last;
+        pass_pieces(told().ended, piece, node, pieces);
+        set_shown(p_, item, first_row() + matrix_row(), before * kTileKeys, shown);
+      }
       wgmma_fence();
       start_scores(s);
       finish<0>(s);
       leave_keys();
-      softmax<true>(rows, tiles.first, s, piece, factor);
+      softmax<true>(rows, before, shown, s, piece, factor);
       pack_weights<kValueType>(s, weights_);
       --left;
     }
-    const auto turn = [&]<bool edge>(Edge<edge>, int tile) __attribute__((always_inline)) {
+    // `ended`: pieces that end with the tile before.
+    const auto turn = [&]<bool edge>(Edge<edge>, int tile, int ended_pieces) __attribute__((always_inline)) {
       Scores s;
-      wait_for_keys();
+      if constexpr (!kMaskMod) wait_for_keys(), before = tile - 1;
       wait_for_values();
+      if constexpr (edge && kMaskMod) set_shown(p_, item, first_row() + matrix_row(), tile * kTileKeys, shown);
       // Only an item's first tile has hidden keys before its visible ones. Only its last tile, whose output comes after all turns, has
       // hidden keys after them.
-      if (item.lo > (tile - 1) * kTileKeys) clear_values(item.lo - (tile - 1) * kTileKeys, kTileKeys);
+      if (item.lo > before * kTileKeys) clear_values(item.lo - before * kTileKeys, kTileKeys);
       wgmma_fence();
       start_scores(s);
       start_output(piece);
       finish<1>(s);
       leave_keys();
-      const bool begins = left == 0;
+      const bool begins = kMaskMod ? ended_pieces > 0 : left == 0;
       const float ended[2] = {piece.reference[0], piece.reference[1]}, totals[2] = {piece.sum[0], piece.sum[1]};
       if (begins) {
 #pragma unroll
@@ -200,30 +236,54 @@ class Consumer {
         left = piece_tiles;
       }
       --left;
-      const bool moved = softmax<edge>(rows, tile, s, piece, factor);
+      const bool moved = softmax<edge>(rows, tile, shown, s, piece, factor);
       finish<0>(piece.out);
       leave_values();
       pack_weights<kValueType>(s, weights_);
       if (begins) {
         end_piece(piece, ended, totals, node, pieces, false);
         fill(piece.out, 0.f);
+        if constexpr (kMaskMod) pass_pieces(ended_pieces - 1, piece, node, pieces);
       } else if (moved) {
         each(piece.out, [&](float& x, int h, int) { x *= factor[h]; });
       }
     };
+    if constexpr (kMaskMod) {
 #pragma unroll 1
-    for (int tile = tiles.first + 1; tile < tiles.end; ++tile) {
-      if (is_whole(tile)) {
-        turn(Edge<false>{}, tile);
-      } else {
-        turn(Edge<true>{}, tile);
+      while (more) {
+        wait_for_keys();
+        const int tile = told().number, ended = told().ended;
+        more = !told().last;
+        if (is_whole(tile, told().shown)) {
+          turn(Edge<false>{}, tile, ended);
+        } else {
+          turn(Edge<true>{}, tile, ended);
+        }
+        before = tile;
       }
+    } else {
+#pragma unroll 1
+      for (int tile = tiles.first + 1; tile < tiles.end; ++tile) {
+        if (is_whole(tile, true)) {
+          turn(Edge<false>{}, tile, 0);
+        } else {
+          turn(Edge<true>{}, tile, 0);
+        }
+      }
+      before = tiles.end - 1;
     }
     leave_queries();
-    const int last = (tiles.end - 1) * kTileKeys;
+    const int last = before * kTileKeys;
     finish_output(piece, item.lo - last, item.hi - last);
     end_piece(piece, piece.reference, piece.sum, node, pieces, true);
     store_rows<kTeamDims>(p_, item, first_row() + matrix_row(), node.reference, node.sum, node.out, first_dim());
+  }
+
+  // Ends pieces none of whose tiles mask_mod shows. The output of `piece` is 0.
+  DEVICE void pass_pieces(int count, const Sums& piece, Sums& node, int& pieces) const {
+    constexpr float kNoReference[2] = {kEmptyReference, kEmptyReference}, kNoTotal[2] = {0.f, 0.f};
+#pragma unroll 1
+    for (; count > 0; --count) end_piece(piece, kNoReference, kNoTotal, node, pieces, false);
   }
 
   // Folds the sums of a finished piece with those of the node, and a complete node with those before it. `last`: the piece is the item's
@@ -262,7 +322,7 @@ class Consumer {
 DEVICE void begin_barriers(SharedStorage& shared) {
   constexpr int kWarps = 4 * kTeams;
   for (int i = 0; i < kStages; ++i) {
-    mbarrier_init(shared_address(&shared.k_full[i]), kReports);
+    mbarrier_init(shared_address(&shared.k_full[i]), kKeyReports);
     mbarrier_init(shared_address(&shared.k_empty[i]), kWarps);
   }
   for (int i = 0; i < kValueStages; ++i) {

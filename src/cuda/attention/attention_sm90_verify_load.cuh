@@ -2,6 +2,7 @@
 // The shared memory of attention_sm90_verify.cu, and the warps that fill it: items with their queries, keys, values.
 #include "attention_sm90_parts.cuh"
 #include "attention_sm90_stream.cuh"
+#include "tile_walk.cuh"
 #include "widen.cuh"
 
 namespace imbrex::cuda {
@@ -37,6 +38,15 @@ struct BytesTiles<false> {};
 template <>
 struct BytesBarriers<false> {};
 
+// A tile of keys, as the warp that loads it tells those that multiply beside a mask_mod, which have no registers to walk over stretches.
+struct ToldTile {
+  int number, ended;  // ended: pieces that end between the tile before, or the item's beginning, and this one
+  bool shown, last;   // whether mask_mod hides none of its keys; of the item
+};
+static_assert(!kMaskMod || !kWidens);
+// Those that report keys: where copies report themselves, also the one that tells.
+constexpr int kKeyReports = kReports + (kMaskMod && kLoaders > 1);
+
 struct SharedStorage {                                             // of a crew
   static constexpr int kItemSlots = 2, kQSlots = kWidens ? 1 : 2;  // beside bytes there is room for one
   alignas(1024) char k[kStages][kKRooms * kChunkBytes];
@@ -47,6 +57,7 @@ struct SharedStorage {                                             // of a crew
   u64 k_full[kStages], k_empty[kStages], v_full[kValueStages], v_empty[kValueStages];
   u64 item_full[kItemSlots], item_empty[kItemSlots], item_wanted, q_full[kQSlots], q_empty[kQSlots];
   BytesBarriers<kWidens> bytes_barriers;
+  ToldTile told[kMaskMod ? kStages : 1];
 };
 static_assert(kCrews * sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = kCrews * sizeof(SharedStorage);
@@ -109,10 +120,17 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& k_map, cons
     if (item.num_rows == kNoItem) break;
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.item_empty[slot.at]));
-    const Tiles tiles = tiles_of(item);
+    TileStream<kMaskMod> tiles(p, item);
     const auto load_keys = [&](const Box& box) {
       const u32 to = shared_address(to_tiles.k[k.at]), full = shared_address(&barriers.k_full[k.at]);
       mbarrier_wait(shared_address(&barriers.k_empty[k.at]), k.parity ^ 1);
+      if constexpr (kMaskMod) {
+        if (lane_id() == 0) {
+          shared.told[k.at] = {tiles.tile(), tiles.ended_pieces(), tiles.is_shown(), tiles.count() + 1 == tiles.end()};
+          if (kLoaders > 1) mbarrier_arrive(full);
+        }
+        __syncwarp();
+      }
       load_tile<kHeadDimQk, kKChunks>(p, p.k, k_map, item, box, to, full, l2);
       k.next();
     };
@@ -122,16 +140,16 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& k_map, cons
       load_tile<kHeadDimV, kVChunks>(p, p.v, v_map, item, box, to, full, l2);
       v.next();
     };
-    Box box = box_of(p, item, tiles.first), before{};
+    Box box = box_of(p, item, tiles.tile()), before{};
 #pragma unroll 1
-    for (int tile = tiles.first; tile < tiles.end; ++tile) {
-      const Box next = box_of(p, item, tile + 1);
+    for (; tiles.count() < tiles.end(); tiles.next()) {
+      const Box next = box_of(p, item, tiles.next_tile());
       if constexpr (sides == Sides::values) {
         load_values(box);
       } else {
-        if (wants_next(tiles, tile)) report(shared.item_wanted);
+        if (wants_next({tiles.first(), tiles.end()}, tiles.count())) report(shared.item_wanted);
         load_keys(box);
-        if (sides == Sides::both && tile > tiles.first) load_values(before);
+        if (sides == Sides::both && tiles.count() > tiles.first()) load_values(before);
       }
       before = box, box = next;
     }

@@ -45,20 +45,6 @@ void pack(const TensorView& t, char* to) {
 
 }  // namespace
 
-bool loads_for_each_key(const Expression& expression) {
-  if (expression.tensors().empty()) return false;
-  const std::span<const ExpressionNode> nodes = expression.nodes();
-  std::vector<bool> varies(nodes.size());
-  for (size_t n = 0; n < nodes.size(); ++n) {
-    const ExpressionNode& node = nodes[n];
-    const auto is = [&](ExpressionVariable v) { return node.op == ExpressionOp::variable && node.value == int32_t(v); };
-    varies[n] = is(ExpressionVariable::kv) || is(ExpressionVariable::score) ||
-                std::ranges::any_of(node.args, [&](int16_t arg) { return arg >= 0 && varies[size_t(arg)]; });
-    if (node.op == ExpressionOp::tensor && varies[n]) return true;
-  }
-  return false;
-}
-
 bool is_affine_score(const AttentionSpec& spec) {
   return !spec.score_mod.empty() && spec.q_dtype != DType::f32 && !affine_text(spec.score_mod, "affine_score").empty();
 }
@@ -71,6 +57,29 @@ std::string expression_functions(const AttentionSpec& spec) {
   if (is_affine_score(spec)) text += affine_text(spec.score_mod, "affine_score");
   if (!spec.mask_mod.empty()) text += cuda_text(spec.mask_mod, "mask_mod");
   return text + "}  // namespace imbrex::cuda\n";
+}
+
+ScoreParts score_parts_of(const AttentionSpec& spec) {
+  constexpr int kMostNumbers = 16;  // of a key, in shared memory
+  if (spec.score_mod.empty() || is_affine_score(spec)) return {};
+  ScoreParts parts = score_parts(spec.score_mod);
+  const int plain = int(parts.columns.size()) - parts.head_columns;
+  constexpr int kManyDims = 128;  // whose bytes, beside what they are widened to, leave no room
+  if (is_fp8(spec.kv_dtype) && spec.head_dim_qk > kManyDims) {
+    parts.columns.clear(), parts.head_columns = 0;
+  } else if (plain + parts.head_columns * spec.group_size() > kMostNumbers) {
+    parts.columns.resize(size_t(plain)), parts.head_columns = 0;
+  }
+  return parts;
+}
+
+void add_score_parts(const AttentionSpec& spec, KernelKey& key) {
+  const ScoreParts parts = score_parts_of(spec);
+  key.config.push_back({"kScoreColumns", int(parts.columns.size())});
+  key.config.push_back({"kScoreHeadColumns", parts.head_columns});
+  key.config.push_back({"kScoreRows", int(parts.rows.size())});
+  if (!parts.empty())
+    key.functions += "namespace imbrex::cuda {\n" + score_parts_text(spec.score_mod, parts, "score") + "}  // namespace imbrex::cuda\n";
 }
 
 void set_score_tensors(const AttentionSpec& spec, std::span<const NamedTensor> tensors, AttentionParams& params) {

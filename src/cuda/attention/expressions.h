@@ -3,7 +3,9 @@
 #include <span>
 #include <string>
 
+#include "cuda/driver/jit.h"
 #include "cuda/params.h"
+#include "expression/score_parts.h"
 #include "imbrex/bound_expression.h"
 #include "imbrex/plan.h"
 #include "imbrex/spec.h"
@@ -12,14 +14,16 @@ namespace imbrex::cuda {
 
 inline bool has_expressions(const AttentionSpec& spec) { return !spec.score_mod.empty() || !spec.mask_mod.empty(); }
 
-// Whether some element of a tensor is another one for another key.
-bool loads_for_each_key(const Expression&);
-
 // Whether a layer's score_mod is an operations::AffineScore, which kernels compute once for a row and tile.
 bool is_affine_score(const AttentionSpec&);
 
 // KernelKey::functions of kernels that include attention_expression.cuh; empty for a spec without expressions.
 std::string expression_functions(const AttentionSpec&);
+
+// What attention_sm90_score.cuh computes of a layer's score_mod once for a key, or for a row, of each tile: a KernelKey's constants and the
+// text behind its other functions. Nothing of an operations::AffineScore.
+ScoreParts score_parts_of(const AttentionSpec&);
+void add_score_parts(const AttentionSpec&, KernelKey&);
 
 // Tensors on the device, which check_run() has looked at: AttentionParams::score_tensors.
 void set_score_tensors(const AttentionSpec&, std::span<const NamedTensor>, AttentionParams&);

@@ -29,6 +29,7 @@ constexpr int kBlocks = 2;  // thread blocks, or crews of one, on a multiprocess
 // attention_sm90.cu, besides
 constexpr bool kFromBytes = false;  // the cache has bytes, whoever has widened them: values and weights are f16 then
 constexpr int kCluster = 1;         // thread blocks that share the keys of an item, and its rows among them: kTileRows each
+constexpr int kScoreColumns = 0, kScoreHeadColumns = 0, kScoreRows = 0;  // attention_sm90_score.cuh: parts of score_mod()
 
 // attention_sm90_decode.cu, attention_sm90_verify.cu and attention_sm90_latent*.cu, besides
 constexpr bool kMaps = true;                 // TMA can read the keys and values

@@ -374,6 +374,25 @@ inline std::vector<Variant> variants() {
     c.requests = {{4, 140, 0}, {0, 0, 2}, {3, 66, 1}}, c.out_dtype = DType::bf16;
   }
   as_nodes(add_tiles("nodes_pair", spec(DType::bf16, DType::bf16, 320, 256, 16, 16), {}, Text::latent_pair), TreePattern::random);
+  // Of score_mod, what keys and rows have in common: of all heads and of each, of every type, in tiles at both edges of a window.
+  Case& mod_keys = add_wgmma("mod_keys", spec(DType::bf16, DType::bf16, 128, 128, 4, 16), {{40, 200, 0}, {3, 390, 1}, {70, 70, 2}});
+  mod_keys.spec.score_mod = parse_expression("float bias[,]; score + 0.5 * bias[head, kv]");
+  Case& mod_columns = add_wgmma("mod_columns", spec(DType::f16, DType::fp8_e4m3, 64, 64, 3, 1), {{50, 170, 0}, {3, 300, 1}, {90, 90, 2}});
+  mod_columns.spec.mask.window_left = 90;
+  mod_columns.spec.score_mod = parse_expression(
+      "int doc[,]; float bias[,]; bool shown[]; float slope[];"
+      "where(doc[batch, q] == doc[batch, kv], score + bias[head, kv], score * sigmoid(0.01 * float(kv)) - slope[head])"
+      " - where(kv % 7 == 3 | shown[kv % 3], 0.5, 0.0)");
+  // Verify with wgmma: pieces that have no tile, in front of an item's first one too; rows of two warpgroups, of which one has none.
+  Case& mod_verify = add_verify("mod_verify", spec(DType::bf16, DType::bf16, 128, 128, 4, 16),
+                                {{8, 1500, 0}, {16, 900, 1}, {3, 40, 2}, {5, 1200, 3}, {0, 0, 4}});
+  mod_verify.spec.mask.causal = false;
+  mod_verify.spec.mask_mod =
+      parse_expression("kv // 64 % 3 == 1 & kv < kv_len - 100 | batch == 1 & kv == 0 | batch == 0 & q - kv < 70 & kv <= q");
+  Case& mod_verify_rows =
+      add_verify("mod_verify_rows", spec(DType::f16, DType::f16, 64, 64, 12, 1), {{2, 90, 0}, {10, 730, 1}, {5, 400, 2}});
+  mod_verify_rows.spec.mask.window_left = 340;
+  mod_verify_rows.spec.mask_mod = parse_expression("int doc[,]; doc[batch, q] == doc[batch, kv] | kv % 5 == head % 3");
   return all;
 }
 
