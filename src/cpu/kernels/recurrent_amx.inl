@@ -1,10 +1,13 @@
 // Prompts of recurrent layers in chunks, with products of bf16 in AMX tiles; included by recurrent_amx.cpp (hardware) and
 // recurrent_amx_emulated.cpp (tiles in memory, for tests). recurrent_chunks.inl has the formulas, docs/kernels/recurrent.md the schedule.
 //
+// With T the inverse of 1 + A, what tokens write is T X, and what they have of each other P T X: two products with the same right factor,
+// whatever the number of tokens, instead of a substitution.
+//
 // Of keys, queries and states products are those of PairProducts: keys and queries are what was given, a state is rounded once a chunk.
-// All other factors are sums of several numbers of bf16, whose products are made one after the other: P, A, what tokens write, and keys and
-// queries with decays of channels of two, which is a float but for 2^-17 of it; and without the delta rule what is written to the state of
-// three, which is all of a float. With the delta rule that is rounded, as PairProducts have it.
+// All other factors are sums of several numbers of bf16, whose products are made one after the other: T, P, P T, X, and keys and queries
+// with decays of channels of two, which is a float but for 2^-17 of it; and without the delta rule what is written to the state of three,
+// which is all of a float. With the delta rule that is rounded, as PairProducts have it.
 #include <immintrin.h>
 
 // clang-format off
@@ -25,7 +28,7 @@ namespace {
 
 constexpr int kTile = 16, kTileFloats = kTile * kTile, kBlock = 2 * kTile;  // a block of sums: two tiles by two, one behind the other
 constexpr int kTokenRow = kRecurrentChunk + 32;                             // numbers of a row of tokens; not of 2^n bytes
-constexpr int kMostParts = 3;
+constexpr int kMostParts = 3, kTokenBlocks = kRecurrentChunk / kTile;
 
 // Right operands of whole chunks: two tokens of a value a word.
 typedef u32 TokenPairs[kRecurrentChunk / 2][kColumns];
@@ -37,15 +40,18 @@ struct TileScratch {
     ChunkScratch<PairProducts> of_heads;
     ChunkScratch<FloatProducts> of_channels;
   };
-  // Left operands: with decays of channels, tokens' keys and queries; keys by channel; and -A and P below the diagonal's tiles, zeros
-  // elsewhere. Each of so many parts.
+  // Left operands: with decays of channels, tokens' keys and queries; keys by channel; T and P T, or P without the delta rule, zeros above
+  // the diagonal's tiles. Each of so many parts.
   u16 keys[2][kRecurrentChunk][kKeyPitch], queries[2][kRecurrentChunk][kKeyPitch];
   u16 channels[2][kRecurrentDim][kTokenRow];
-  u16 a[2][kRecurrentChunk][kTokenRow], p[2][kRecurrentChunk][kTokenRow];
-  // Right operands: the state, two channels a word, what tokens have written, and what that is for the state.
+  u16 t[2][kRecurrentChunk][kTokenRow], p[2][kRecurrentChunk][kTokenRow];
+  // Right operands: T, the state, two channels a word, X, and what tokens write for the state.
+  u32 t_pairs[2][kRecurrentChunk / 2][kTokenPitch];
   u32 state[kRecurrentDim / 2][kColumns];
-  TokenPairs u[2], written[kMostParts];
-  float of_keys[4 * kTileFloats], of_queries[4 * kTileFloats], of_earlier[4 * kTileFloats];
+  TokenPairs x[2], written[kMostParts];
+  float inverse[kRecurrentChunk][kTokenPitch];  // T
+  // Blocks of sums: keys and queries with the state, and X with T and P T.
+  float of_state[kTokenBlocks][4 * kTileFloats], of_tokens[2][4 * kTileFloats], of_weights[2][4 * kTileFloats];
 
   static long bytes() {
     constexpr long kLine = 64;
@@ -77,7 +83,8 @@ inline void store_parts(Floats x, u16 (&to)[parts][rows][pitch], int row, int co
   for (int part = 0; part < parts; ++part) _mm256_storeu_si256((__m256i*)(to[part][row] + column), take_part(x));
 }
 // Two tokens' numbers of 16 values.
-inline void store_token_pairs(Floats first, Floats second, TokenPairs* to, int parts, int pair, int column) {
+template <int pitch>
+inline void store_token_pairs(Floats first, Floats second, u32 (*to)[kRecurrentChunk / 2][pitch], int parts, int pair, int column) {
   for (int part = 0; part < parts; ++part) {
     const __m512i pairs = PairProducts::pairs_of(first, second);
     _mm512_storeu_si512(to[part][pair] + column, pairs);
@@ -126,21 +133,6 @@ inline Floats of_block(const float* block, int row, int half) {
 
 // --- what does not depend on values
 
-// Of keys and queries of rows [begin, begin + kBlock) with the state.
-inline void multiply_state(const RecurrentParams& p, TileScratch& c, int begin) {
-  const int steps = rounded_up(p.dim_k, 2 * kTile) / (2 * kTile);
-  const bool channels = has_channel_decays(p);
-  const auto multiply = [&](const u16* rows, const u16* rest, float* to) {
-    const TileFactors factors[2] = {{rows, rows + kTile * kKeyPitch, c.state[0]}, {rest, rest + kTile * kKeyPitch, c.state[0]}};
-    multiply_tiles(factors, channels ? 2 : 1, kKeyPitch, kColumns, steps, to);
-  };
-  const auto rows_of = [&](u16(&parts)[2][kRecurrentChunk][kKeyPitch], u32(&words)[kRecurrentChunk][kKeyPitch / 2], int part) {
-    return channels ? parts[part][begin] : reinterpret_cast<const u16*>(words[begin]);
-  };
-  if (p.delta) multiply(rows_of(c.keys, c.of_heads.k, 0), rows_of(c.keys, c.of_heads.k, 1), c.of_keys);
-  multiply(rows_of(c.queries, c.of_heads.q, 0), rows_of(c.queries, c.of_heads.q, 1), c.of_queries);
-}
-
 // Keys and queries of a key head, and their products with keys up to their own, where heads have one decay.
 void load_chunk(const RecurrentParams& p, int begin, int count, int key_head, TileScratch& c) {
   ChunkScratch<PairProducts>& pairs = c.of_heads;
@@ -175,19 +167,71 @@ void load_chunk(const RecurrentParams& p, int begin, int count, int key_head, Ti
     }
 }
 
-// Below the diagonal's tiles -A and P become left operands. Of the others nothing is multiplied: what is no number in a later token does
-// not reach earlier ones.
-inline void store_weights(const ChunkWeights& w, bool delta, int rows, TileScratch& c) {
-  for (int t = kTile; t < rows; ++t)
-    for (int column = 0; column < rounded_up(t / kTile * kTile, 2 * kTile); column += kLanes) {
-      const bool below = column < t / kTile * kTile;
-      store_parts(below ? load_floats(w.p[t] + column, kLanes) : Floats{}, c.p, t, column);
-      store_parts(below && delta ? load_floats(w.a[t] + column, kLanes) : Floats{}, c.a, t, column);
+// T, whose rows are unit vectors plus those in front of them times -A, 16 columns and kRows rows at a time.
+inline void invert(const ChunkWeights& w, int rows, float (&inverse)[kRecurrentChunk][kTokenPitch]) {
+  for (int column = 0; column < rows; column += kLanes)
+    for (int t = column; t < rows; t += kRows) {
+      Floats x[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        const int own = t - column + r;
+        x[r] = (Floats)_mm512_maskz_mov_ps(own < kLanes ? __mmask16(1u << own) : __mmask16(0), _mm512_set1_ps(1.f));
+      }
+      for (int j = column; j < t; ++j) {
+        const Floats earlier = load_floats(inverse[j] + column, kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) x[r] += earlier * w.a[t + r][j];
+      }
+#pragma GCC unroll 8
+      for (int j = 0; j < kRows - 1; ++j)
+#pragma GCC unroll 8
+        for (int r = j + 1; r < kRows; ++r) x[r] += x[j] * w.a[t + r][t + j];
+      for (int r = 0; r < kRows; ++r) store_vector<kF32>(x[r], kLanes, reinterpret_cast<char*>(inverse[t + r] + column));
     }
+}
+
+// Left operands of rows and columns of a matrix, of two parts; nothing is read of what is above the diagonal.
+template <int pitch>
+inline void store_lower(const float (&from)[kRecurrentChunk][pitch], int rows, u16 (&to)[2][kRecurrentChunk][kTokenRow]) {
+  for (int t = 0; t < rows; ++t)
+    for (int column = 0; column <= t; column += kLanes) {
+      const int own = t - column;
+      const __mmask16 there = own < kLanes ? __mmask16((2u << own) - 1) : __mmask16(~0);
+      store_parts((Floats)_mm512_maskz_loadu_ps(there, from[t] + column), to, t, column);
+    }
+}
+
+// T, P T and, without the delta rule, P as operands. Rows behind the last token are zeros, of T unit vectors.
+inline void store_weights(ChunkWeights& w, bool delta, int count, TileScratch& c) {
+  const int rows = rounded_up(count, kBlock);
+  for (int t = rounded_up(count, kRows); t < rows; ++t) {
+    for (int i = 0; i < kRecurrentChunk; ++i) w.p[t][i] = w.a[t][i] = 0.f;
+    w.known[t] = w.values[t] = w.outputs[t] = w.written[t] = 0.f;
+  }
+  store_lower(w.p, rows, c.p);
+  if (!delta) return;
+  invert(w, rows, c.inverse);
+  store_lower(c.inverse, rows, c.t);
+  for (int t = 0; t < rows; t += 2)
+    for (int column = 0; column <= t; column += kLanes)
+      store_token_pairs(load_floats(c.inverse[t] + column, kLanes), load_floats(c.inverse[t + 1] + column, kLanes), c.t_pairs, 2, t / 2,
+                        column);
+  // From the last rows on: a row of P T takes the place of that of P.
+  for (int t = rows - kBlock; t >= 0; t -= kBlock) {
+    for (int column = 0; column <= t; column += kBlock) {
+      const auto factors = [&](int of_p, int of_t) {
+        return TileFactors{c.p[of_p][t] + column, c.p[of_p][t + kTile] + column, c.t_pairs[of_t][column / 2] + column};
+      };
+      const TileFactors all[3] = {factors(1, 0), factors(0, 1), factors(0, 0)};
+      multiply_tiles(all, 3, kTokenRow, kTokenPitch, (t - column) / kBlock + 1, c.of_weights[column / kBlock]);
+    }
+    for (int r = 0; r < kBlock; ++r)
+      for (int column = 0; column <= t + r; column += kLanes)
+        store_parts(of_block(c.of_weights[column / kBlock], r, column % kBlock / kLanes), c.p, t + r, column);
+  }
 }
 void make_weights(const RecurrentParams& p, int begin, int count, int head, TileScratch& c) {
   make_weights(p, begin, count, head, c.of_heads);
-  store_weights(c.of_heads.weights, p.delta, rounded_up(count, kRows), c);
+  store_weights(c.of_heads.weights, p.delta, count, c);
 }
 void make_channel_weights(const RecurrentParams& p, int begin, int count, int head, TileScratch& c) {
   ChunkScratch<FloatProducts>& floats = c.of_channels;
@@ -205,104 +249,34 @@ void make_channel_weights(const RecurrentParams& p, int begin, int count, int he
       const int there = i < dim ? rows - t : 0;
       store_parts(there <= 0 ? Floats{} : load_floats(floats.channels[i] + t, there < kLanes ? there : kLanes), c.channels, i, t);
     }
-  store_weights(floats.weights, p.delta, rows, c);
+  store_weights(floats.weights, p.delta, count, c);
 }
 
-// --- panels
-
-inline void store_state(const float* state, int dim, TileScratch& c) {
-  for (int i = 0; i < rounded_up(dim, 2 * kTile) / 2; ++i)
-    for (int half = 0; half < kColumns; half += kLanes) {
-      const float* const from = state + 2l * i * kColumns + half;
-      const bool there = 2 * i < dim;
-      PairProducts::store_pairs(c.state[i] + half, there ? load_floats(from, kLanes) : Floats{},
-                                there ? load_floats(from + kColumns, kLanes) : Floats{});
-    }
-}
-
-// What tokens [t, t + kRows) write, and their outputs; c has what those in front of their tile have written.
-void run_rows(const RecurrentParams& p, const ChunkPanel& panel, int t, const ChunkWeights& w, float (&u)[kRecurrentChunk][kColumns],
-              const TileScratch& c) {
-  const int there = panel.count - t < kRows ? panel.count - t : kRows, first = t / kTile * kTile, row = t % kBlock;
-  const long size = element_size(p.type);
-  const float skip = p.skip == nullptr ? 0.f : p.skip[panel.head];
-  float given[kRows][kColumns], out[kRows][kColumns];
-  load_values(p, panel, t, there, given);
-  Sums x;
-  for (int r = 0; r < kRows; ++r)
-    for (int i = 0; i < 2; ++i) {
-      x.of[r][i] = load_floats(given[r] + i * kLanes, kLanes) * w.values[t + r];
-      if (p.delta) x.of[r][i] -= of_block(c.of_keys, row + r, i) * w.known[t + r];
-      if (p.delta && first > 0) x.of[r][i] += of_block(c.of_earlier, t - first + r, i);
-    }
-  if (p.delta) {
-    add_products<FloatProducts, kTokenPitch, 1, kColumns>(x, w.a[t] + first, u[first], t - first);
-    substitute(x, w, t);
-  }
-  store_sums(x, u[t]);
-  Sums y;
-  for (int r = 0; r < kRows; ++r)
-    for (int i = 0; i < 2; ++i) {
-      y.of[r][i] = of_block(c.of_queries, row + r, i) * w.outputs[t + r];
-      if (p.skip != nullptr) y.of[r][i] += load_floats(given[r] + i * kLanes, kLanes) * skip;
-      if (first > 0) y.of[r][i] += of_block(c.of_earlier, kTile + t - first + r, i);
-    }
-  add_products<FloatProducts, kTokenPitch, 1, kColumns>(y, w.p[t] + first, u[first], t - first);
-  add_own(y, w, t, u + t);
-  store_sums(y, out[0]);
-  for (int r = 0; r < there; ++r) {
-    char* const to = p.out + (panel.begin + t + r) * p.out_token_stride + panel.head * p.out_head_stride + panel.first * size;
-    store_value_row(to, p.type, panel.values, out[r]);
-  }
-}
-
-void run_panel(const RecurrentParams& p, const ChunkPanel& panel, TileScratch& c) {
-  const bool channels = has_channel_decays(p);
-  const ChunkWeights& w = channels ? c.of_channels.weights : c.of_heads.weights;
-  float(&u)[kRecurrentChunk][kColumns] = channels ? c.of_channels.u : c.of_heads.u;
-  const int rows = rounded_up(panel.count, kRows), columns = rounded_up(panel.count, kBlock), dim = rounded_up(p.dim_k, kRows);
-  store_state(panel.state, dim, c);
-  __builtin_memset(c.u, 0, sizeof c.u);
-  for (int t = 0; t < rows; t += kTile) {
-    if (t % kBlock == 0) multiply_state(p, c, t);
-    if (t > 0) {
-      const auto factors = [&](int of_weights, int of_written) {
-        return TileFactors{p.delta ? c.a[of_weights][t] : c.p[of_weights][t], c.p[of_weights][t], c.u[of_written][0]};
-      };
-      const TileFactors all[3] = {factors(1, 0), factors(0, 1), factors(0, 0)};
-      multiply_tiles(all, 3, kTokenRow, kColumns, rounded_up(t, 2 * kTile) / (2 * kTile), c.of_earlier);
-    }
-    for (int eight = t; eight < t + kTile && eight < rows; eight += kRows) run_rows(p, panel, eight, w, u, c);
-    for (int i = t; i < t + kTile && i < rows; i += 2)
-      for (int half = 0; half < kColumns; half += kLanes)
-        store_token_pairs(load_floats(u[i] + half, kLanes), load_floats(u[i + 1] + half, kLanes), c.u, 2, i / 2, half);
-  }
-  const int parts = p.delta ? 1 : kMostParts;
-  for (int t = 0; t < columns; t += 2)
-    for (int half = 0; half < kColumns; half += kLanes) {
-      const auto written = [&](int i) { return i < rows ? load_floats(u[i] + half, kLanes) * w.written[i] : Floats{}; };
-      store_token_pairs(written(t), written(t + 1), c.written, parts, t / 2, half);
-    }
-  // Least products first.
-  TileFactors factors[2 * kMostParts];
-  float block[4 * kTileFloats];
-  for (int i = 0; i < dim; i += kBlock) {
-    int count = 0;
-    for (int of_keys = channels ? 1 : 0; of_keys >= 0; --of_keys)
-      for (int part = parts - 1; part >= 0; --part)
-        factors[count++] = {c.channels[of_keys][i], c.channels[of_keys][i + kTile], c.written[part][0]};
-    multiply_tiles(factors, count, kTokenRow, kColumns, columns / (2 * kTile), block);
-    for (int r = 0; r < kBlock && i + r < dim; ++r)
-      for (int half = 0; half < 2; ++half) {
-        float* const at = panel.state + long(i + r) * kColumns + half * kLanes;
-        store_vector<kF32>(load_floats(at, kLanes) * w.decays[i + r] + of_block(block, r, half), kLanes, reinterpret_cast<char*>(at));
+// Clears what is above the diagonal's tiles and multiplied, where nothing is written.
+void clear_above(TileScratch& c) {
+  for (int part = 0; part < 2; ++part)
+    for (int t = 0; t < kRecurrentChunk; t += kBlock)
+      for (int r = 0; r < kTile; ++r) {
+        _mm256_storeu_si256((__m256i*)(c.t[part][t + r] + t + kTile), __m256i{});
+        _mm256_storeu_si256((__m256i*)(c.p[part][t + r] + t + kTile), __m256i{});
+        if (r % 2 == 0) _mm512_storeu_si512(c.t_pairs[part][(t + r) / 2] + t + kTile, __m512i{});
       }
-  }
 }
+
+}  // namespace
+}  // namespace imbrex::cpu
+
+// clang-format off
+#include "cpu/kernels/recurrent_amx_panels.inl"
+// clang-format on
+
+namespace imbrex::cpu {
+namespace {
 
 void run_tile_chunks(const RecurrentParams& p, const RecurrentItem& item, int head_begin, int head_end, int v_begin, int v_end,
                      char* scratch) {
   tiles_shape(kTile);
+  clear_above(*reinterpret_cast<TileScratch*>(scratch));
   run_recurrent_chunks<TileScratch>(p, item, head_begin, head_end, v_begin, v_end, scratch);
   tiles_release();
 }
