@@ -35,7 +35,7 @@ typedef u32 TokenPairs[kRecurrentChunk / 2][kColumns];
 
 // What a worker has in memory, and behind it states as in ChunkScratch.
 struct TileScratch {
-  static constexpr bool kChannelDecays = true;
+  static constexpr bool kChannelDecays = true, kFetchesAhead = true;
   union {
     ChunkScratch<PairProducts> of_heads;
     ChunkScratch<FloatProducts> of_channels;
@@ -50,6 +50,7 @@ struct TileScratch {
   u32 state[kRecurrentDim / 2][kColumns];
   TokenPairs x[2], written[kMostParts];
   float inverse[kRecurrentChunk][kTokenPitch];  // T
+  FetchAhead ahead;
   // Blocks of sums: keys and queries with the state, and X with T and P T.
   float of_state[kTokenBlocks][4 * kTileFloats], of_tokens[2][4 * kTileFloats], of_weights[2][4 * kTileFloats];
 
@@ -133,13 +134,40 @@ inline Floats of_block(const float* block, int row, int half) {
 
 // --- what does not depend on values
 
+// 16 tokens' keys and queries as they are, zeros behind the last token and the last channel, and their norms: sums of squares are of
+// products of bf16, a vector of 16 sums a token, which are added up for all of them at once.
+inline void load_keys_and_queries(const RecurrentParams& p, int begin, int count, int key_head, int t, int dim,
+                                  ChunkScratch<PairProducts>& c) {
+  const auto load = [&](const char* from, long stride, u32(&to)[kRecurrentChunk][kKeyPitch / 2], float* norms, float scale) {
+    Floats squares[kTile];
+    for (int r = 0; r < kTile; ++r) {
+      squares[r] = Floats{};
+      for (int i = 0; i < dim; i += 2 * kLanes) {
+        const int there = t + r < count ? p.dim_k - i : 0;
+        const u32 mask = there >= 2 * kLanes ? ~0u : there > 0 ? (1u << there) - 1 : 0u;
+        const __m512i codes = _mm512_maskz_loadu_epi16(mask, from + (begin + t + r) * stride + 2l * i);
+        _mm512_storeu_si512(to[t + r] + i / 2, codes);
+        squares[r] = PairProducts::add(squares[r], codes, codes);
+      }
+    }
+    Floats factors = Floats{} + scale;
+    if (p.qk_norm) {
+      transpose_lanes(squares);
+      for (int step = kTile / 2; step > 0; step /= 2)
+        for (int r = 0; r < step; ++r) squares[r] += squares[r + step];
+      factors /= (Floats)_mm512_sqrt_ps((__m512)(squares[0] + 1e-6f));
+    }
+    store_vector<kF32>(factors, kLanes, reinterpret_cast<char*>(norms + t));
+  };
+  load(p.k + key_head * p.k_head_stride, p.k_token_stride, c.k, c.k_norms, 1.f);
+  load(p.q + key_head * p.q_head_stride, p.q_token_stride, c.q, c.q_norms, p.scale);
+}
+
 // Keys and queries of a key head, and their products with keys up to their own, where heads have one decay.
 void load_chunk(const RecurrentParams& p, int begin, int count, int key_head, TileScratch& c) {
   ChunkScratch<PairProducts>& pairs = c.of_heads;
   const int rows = rounded_up(count, kBlock), dim = rounded_up(p.dim_k, 2 * kTile), words = dim / 2, steps = dim / (2 * kTile);
-  for (int t = 0; t < rows; ++t) {
-    load_key_and_query(p, begin + t, t < count ? p.dim_k : 0, dim, key_head, t, pairs);
-  }
+  for (int t = 0; t < rows; t += kTile) load_keys_and_queries(p, begin, count, key_head, t, dim, pairs);
   for (int t = 0; t < rows; t += kLanes)
     for (int w = 0; w < words; w += kLanes) {
       Floats block[kLanes];

@@ -84,7 +84,8 @@ inline void store_written(const RecurrentParams& p, const ChunkWeights& w, Float
 template <bool delta>
 inline void make_x(const RecurrentParams& p, const PanelRows& panel, const ChunkWeights& w, int begin, Floats& nothing, TileScratch& c) {
   const float* const block = c.of_state[begin / tokens_of_block(delta)];
-  for (int t = begin; t < begin + tokens_of_block(delta); t += 2)
+  for (int t = begin; t < begin + tokens_of_block(delta); t += 2) {
+    c.ahead.fetch_values(p, t), c.ahead.fetch_values(p, t + 1);
     for (int half = 0; half < 2; ++half) {
       Floats x[2];
       for (int i = 0; i < 2; ++i) {
@@ -98,6 +99,7 @@ inline void make_x(const RecurrentParams& p, const PanelRows& panel, const Chunk
       _mm512_storeu_si512(c.x[0][t / 2] + half * kLanes, pairs);
       PairProducts::store_pairs(c.x[1][t / 2] + half * kLanes, x[0] - first, x[1] - second);
     }
+  }
 }
 
 // Outputs of a block of tokens, and with the delta rule what they write: `nothing` stays zero while that is finite.
@@ -106,7 +108,8 @@ inline void make_outputs(const RecurrentParams& p, const PanelRows& panel, const
                          TileScratch& c) {
   const int number = begin / tokens_of_block(delta);
   const float *const of_state = c.of_state[number], *const of_tokens = c.of_tokens[number % 2];
-  for (int t = begin; t < begin + tokens_of_block(delta); t += 2)
+  for (int t = begin; t < begin + tokens_of_block(delta); t += 2) {
+    c.ahead.fetch_outputs(p, t), c.ahead.fetch_outputs(p, t + 1);
     for (int half = 0; half < 2; ++half) {
       if (delta) {
         const Floats first = of_block(of_tokens, t % kTile, half), second = of_block(of_tokens, (t + 1) % kTile, half);
@@ -120,6 +123,7 @@ inline void make_outputs(const RecurrentParams& p, const PanelRows& panel, const
         panel.store(y + of_block(of_tokens, row, half), t + i, half);
       }
     }
+  }
 }
 
 // What tokens [t, t + kRows) write, and their outputs, one after the other: no product with a later token is made, so that what is no

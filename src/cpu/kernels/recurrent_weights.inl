@@ -99,6 +99,7 @@ struct ChunkScratch {
   typedef typename Products::Word Word;
   static constexpr int kNumbers = Products::kNumbers;
   static constexpr bool kChannelDecays = kNumbers == 1;  // whether chunks may have decays of channels
+  static constexpr bool kFetchesAhead = false;           // whether panels fetch what comes behind them
   Word k[kRecurrentChunk][kKeyPitch / kNumbers], q[kRecurrentChunk][kKeyPitch / kNumbers];
   Word channels[kRecurrentDim / kNumbers][kTokenPitch];  // k, columns for rows
   // Of pairs alone: a panel of the state in pairs of key channels, and with the delta rule what tokens write and their keys in pairs of
@@ -132,6 +133,40 @@ inline void prefetch_rows(const char* p, long stride, int count, long bytes) {
   for (int t = 0; t < count; ++t)
     for (long i = 0; i < bytes; i += kLine) __builtin_prefetch(p + t * stride + i, 0, 2);
 }
+
+// What a panel fetches while it is computed, a line or a few of each token: all at once they would be more than a core waits for beside its
+// work. Values and outputs of the same panel of the next head, and of the next chunk's keys and queries its share.
+struct FetchAhead {
+  static constexpr int kLine = 64;
+  const char *values, *outputs, *keys = nullptr, *queries = nullptr;
+  int rows, key_rows = 0, key_begin = 0, key_end = 0, query_begin = 0, query_end = 0;  // tokens, and bytes of their rows
+
+  static FetchAhead of(const RecurrentParams& p, int token, int rows, int head, int first) {
+    const long size = element_size(p.type);
+    return {.values = p.v + token * p.v_token_stride + head * p.v_head_stride + first * size,
+            .outputs = p.out + token * p.out_token_stride + head * p.out_head_stride + first * size,
+            .rows = rows};
+  }
+  // Share number `share` of `shares`.
+  void add_keys(const RecurrentParams& p, int token, int tokens, int key_head, int share, int shares) {
+    const int lines = (p.dim_k * int(element_size(p.type)) + kLine - 1) / kLine;
+    const auto line = [&](int number) { return 2 * lines * number / shares; };
+    const auto bytes = [&](int number) { return (number < 0 ? 0 : number < lines ? number : lines) * kLine; };
+    keys = p.k + token * p.k_token_stride + key_head * p.k_head_stride,
+    queries = p.q + token * p.q_token_stride + key_head * p.q_head_stride;
+    key_rows = tokens, key_begin = bytes(line(share)), key_end = bytes(line(share + 1));
+    query_begin = bytes(line(share) - lines), query_end = bytes(line(share + 1) - lines);
+  }
+  void fetch_values(const RecurrentParams& p, int t) const {
+    if (t < rows) __builtin_prefetch(values + t * p.v_token_stride, 0, 2);
+    if (t >= key_rows) return;
+    for (int i = key_begin; i < key_end; i += kLine) __builtin_prefetch(keys + t * p.k_token_stride + i, 0, 2);
+    for (int i = query_begin; i < query_end; i += kLine) __builtin_prefetch(queries + t * p.q_token_stride + i, 0, 2);
+  }
+  void fetch_outputs(const RecurrentParams& p, int t) const {
+    if (t < rows) __builtin_prefetch(outputs + t * p.out_token_stride, 0, 2);
+  }
+};
 
 // Row t: the key and the query of a token, of which `there` numbers are read, zeros from there to `dim`.
 template <class Products>
@@ -191,7 +226,8 @@ inline void load_tokens(const char* p, long stride, int type, int count, Floats 
 template <class Products>
 void make_weights(const RecurrentParams& p, int begin, int count, int head, ChunkScratch<Products>& c) {
   ChunkWeights& w = c.weights;
-  Floats factors[kTokenVectors], steps[kTokenVectors], betas[kTokenVectors], index, row[kTokenVectors] = {};
+  Floats factors[kTokenVectors], steps[kTokenVectors], betas[kTokenVectors], index;
+  Floats row[kTokenVectors] = {};  // what keys are multiplied by: their norms, and the decays behind them
   for (int i = 0; i < kLanes; ++i) index[i] = float(i);
   load_tokens(p.gate == nullptr ? nullptr : p.gate + begin * p.gate_token_stride + head * p.gate_head_stride, p.gate_token_stride,
               p.gate_type, count, factors);
@@ -211,14 +247,13 @@ void make_weights(const RecurrentParams& p, int begin, int count, int head, Chun
     const float factor = reinterpret_cast<const float*>(factors)[t], beta = reinterpret_cast<const float*>(betas)[t], k_norm = c.k_norms[t],
                 q_norm = c.q_norms[t];
     decay *= factor;
-    for (int i = 0; i <= t / kLanes; ++i) row[i] *= factor;
-    reinterpret_cast<float*>(row)[t] = 1.f;
     for (int i = 0; i <= t / kLanes; ++i) {
-      const Floats of_key = row[i] * load_floats(c.k_norms + i * kLanes, kLanes), own = Floats{} + float(t - i * kLanes);
-      const Floats q = chosen(index <= own, load_floats(c.qk[t] + i * kLanes, kLanes) * of_key * q_norm, Floats{});
+      const Floats own = Floats{} + float(t - i * kLanes);
+      row[i] = chosen(index == own, Floats{} + k_norm, row[i] * factor);
+      const Floats q = chosen(index <= own, load_floats(c.qk[t] + i * kLanes, kLanes) * row[i] * q_norm, Floats{});
       store_vector<kF32>(q, kLanes, reinterpret_cast<char*>(w.p[t] + i * kLanes));
       if (!p.delta) continue;
-      const Floats k = chosen(index < own, load_floats(c.kk[t] + i * kLanes, kLanes) * of_key * -(beta * k_norm), Floats{});
+      const Floats k = chosen(index < own, load_floats(c.kk[t] + i * kLanes, kLanes) * row[i] * -(beta * k_norm), Floats{});
       store_vector<kF32>(k, kLanes, reinterpret_cast<char*>(w.a[t] + i * kLanes));
     }
     w.known[t] = beta * k_norm * decay;
@@ -229,8 +264,7 @@ void make_weights(const RecurrentParams& p, int begin, int count, int head, Chun
     for (int i = 0; i < kRecurrentChunk; ++i) w.p[t][i] = w.a[t][i] = 0.f;
     w.known[t] = w.values[t] = w.outputs[t] = 0.f;
   }
-  for (int i = 0; i < kTokenVectors; ++i)
-    store_vector<kF32>(row[i] * load_floats(c.k_norms + i * kLanes, kLanes), kLanes, reinterpret_cast<char*>(w.written + i * kLanes));
+  for (int i = 0; i < kTokenVectors; ++i) store_vector<kF32>(row[i], kLanes, reinterpret_cast<char*>(w.written + i * kLanes));
   for (int t = count; t < kRecurrentChunk; ++t) w.written[t] = 0.f;
   for (int i = 0; i < rounded_up(p.dim_k, kRows); ++i) w.decays[i] = decay;
 }
