@@ -35,7 +35,7 @@ typedef u32 TokenPairs[kRecurrentChunk / 2][kColumns];
 
 // What a worker has in memory, and behind it states as in ChunkScratch.
 struct TileScratch {
-  static constexpr bool kChannelDecays = true, kFetchesAhead = true;
+  static constexpr bool kChannelDecays = true;
   union {
     ChunkScratch<PairProducts> of_heads;
     ChunkScratch<FloatProducts> of_channels;
@@ -50,7 +50,6 @@ struct TileScratch {
   u32 state[kRecurrentDim / 2][kColumns];
   TokenPairs x[2], written[kMostParts];
   float inverse[kRecurrentChunk][kTokenPitch];  // T
-  FetchAhead ahead;
   // Blocks of sums: keys and queries with the state, and X with T and P T.
   float of_state[kTokenBlocks][4 * kTileFloats], of_tokens[2][4 * kTileFloats], of_weights[2][4 * kTileFloats];
 
@@ -100,33 +99,96 @@ struct TileFactors {
   const u16 *upper, *lower;
   const u32* right;
 };
-// The sums of some products to a block, `steps` times 32 numbers each: rows of left operands are `pitch` numbers apart, of right ones
-// `right_pitch` words.
-inline void multiply_tiles(const TileFactors* factors, int count, long pitch, long right_pitch, int steps, float* to) {
+[[gnu::always_inline]] inline void begin_block() {
   TILE_FENCE();
   TILE_ZERO(0);
   TILE_ZERO(1);
   TILE_ZERO(2);
   TILE_ZERO(3);
-  for (int i = 0; i < count; ++i) {
-    for (int step = 0; step < steps; ++step) {
-      const u32* const right = factors[i].right + step * kTile * right_pitch;
-      TILE_LOAD_ROWS(4, factors[i].upper + 2 * kTile * step, 2 * pitch);
-      TILE_LOAD_ROWS(6, right, 4 * right_pitch);
-      TILE_DOT(0, 4, 6);
-      TILE_LOAD_ROWS(7, right + kTile, 4 * right_pitch);
-      TILE_DOT(1, 4, 7);
-      TILE_LOAD_ROWS(5, factors[i].lower + 2 * kTile * step, 2 * pitch);
-      TILE_DOT(2, 5, 6);
-      TILE_DOT(3, 5, 7);
-    }
-  }
+}
+[[gnu::always_inline]] inline void store_block(float* to) {
   TILE_STORE(0, to);
   TILE_STORE(1, to + kTileFloats);
   TILE_STORE(2, to + 2 * kTileFloats);
   TILE_STORE(3, to + 3 * kTileFloats);
   TILE_FENCE();
 }
+// Left and right operands of two tiles each, and their four products, each followed by a part of what vectors do meanwhile.
+[[gnu::always_inline]] inline void load_left(const TileFactors& factors, int step, long pitch) {
+  TILE_LOAD_ROWS(4, factors.upper + 2 * kTile * step, 2 * pitch);
+  TILE_LOAD_ROWS(5, factors.lower + 2 * kTile * step, 2 * pitch);
+}
+[[gnu::always_inline]] inline void load_right(const TileFactors& factors, int step, long pitch) {
+  const u32* const right = factors.right + step * kTile * pitch;
+  TILE_LOAD_ROWS(6, right, 4 * pitch);
+  TILE_LOAD_ROWS(7, right + kTile, 4 * pitch);
+}
+template <class Work>
+[[gnu::always_inline]] inline void multiply_loaded(Work& work) {
+  TILE_DOT(0, 4, 6);
+  work(0);
+  TILE_DOT(1, 4, 7);
+  work(1);
+  TILE_DOT(2, 5, 6);
+  work(2);
+  TILE_DOT(3, 5, 7);
+  work(3);
+}
+struct NoWork {
+  void operator()(int) const {}
+};
+
+// The sums of some products to a block, `steps` times 32 numbers each: rows of left operands are `pitch` numbers apart, of right ones
+// `right_pitch` words.
+template <class Work>
+[[gnu::always_inline]] inline void multiply_tiles(const TileFactors* factors, int count, long pitch, long right_pitch, int steps, float* to,
+                                                  Work&& work) {
+  begin_block();
+  for (int i = 0; i < count; ++i)
+    for (int step = 0; step < steps; ++step) {
+      load_left(factors[i], step, pitch);
+      load_right(factors[i], step, right_pitch);
+      multiply_loaded(work);
+    }
+  store_block(to);
+}
+// The same of two numbers that have two parts each, the greater ones first: all products but that of the lesser parts. What one product has
+// loaded the next one takes.
+template <class Work>
+[[gnu::always_inline]] inline void multiply_parts(const TileFactors (&parts)[2], long pitch, long right_pitch, int steps, float* to,
+                                                  Work&& work) {
+  begin_block();
+  for (int step = 0; step < steps; ++step) {
+    load_left(parts[0], step, pitch);
+    load_right(parts[1], step, right_pitch);
+    multiply_loaded(work);
+    load_right(parts[0], step, right_pitch);
+    multiply_loaded(work);
+    load_left(parts[1], step, pitch);
+    multiply_loaded(work);
+  }
+  store_block(to);
+}
+
+// Work that is done beside products, `each` pieces behind each of them until all are done. A piece is told what multiple of four products'
+// pieces it is behind, and its number from there on, which the compiler knows. Pieces are even in number.
+template <int each, class Piece>
+struct WorkBeside {
+  const Piece& piece;
+  const int pieces;
+  int next = 0;
+
+  [[gnu::always_inline]] inline void operator()(int product) {
+    if (next < pieces)
+      for (int i = 0; i < each; ++i) piece(next, product * each + i);
+    if (product == 3) next += 4 * each;
+  }
+  // What is left.
+  [[gnu::always_inline]] inline void end() {
+    for (; next < pieces; next += 2) piece(next, 0), piece(next, 1);
+  }
+};
+
 // 16 columns of a row of a block.
 inline Floats of_block(const float* block, int row, int half) {
   return load_floats(block + (row / kTile * 2 + half) * kTileFloats + row % kTile * kTile, kLanes);
@@ -185,7 +247,7 @@ void load_chunk(const RecurrentParams& p, int begin, int count, int key_head, Ti
     for (int column = 0; column <= t; column += kBlock) {
       const TileFactors factors = {reinterpret_cast<const u16*>(pairs.k[t]), reinterpret_cast<const u16*>(pairs.q[t]),
                                    pairs.channels[0] + column};
-      multiply_tiles(&factors, 1, kKeyPitch, kTokenPitch, steps, block);
+      multiply_tiles(&factors, 1, kKeyPitch, kTokenPitch, steps, block, NoWork());
       for (int r = 0; r < kTile; ++r)
         for (int half = 0; half < 2; ++half) {
           const auto store = [&](Floats x, float* row) { store_vector<kF32>(x, kLanes, reinterpret_cast<char*>(row + half * kLanes)); };
@@ -246,11 +308,10 @@ inline void store_weights(ChunkWeights& w, bool delta, int count, TileScratch& c
   // From the last rows on: a row of P T takes the place of that of P.
   for (int t = rows - kBlock; t >= 0; t -= kBlock) {
     for (int column = 0; column <= t; column += kBlock) {
-      const auto factors = [&](int of_p, int of_t) {
-        return TileFactors{c.p[of_p][t] + column, c.p[of_p][t + kTile] + column, c.t_pairs[of_t][column / 2] + column};
+      const auto part = [&](int number) {
+        return TileFactors{c.p[number][t] + column, c.p[number][t + kTile] + column, c.t_pairs[number][column / 2] + column};
       };
-      const TileFactors all[3] = {factors(1, 0), factors(0, 1), factors(0, 0)};
-      multiply_tiles(all, 3, kTokenRow, kTokenPitch, (t - column) / kBlock + 1, c.of_weights[column / kBlock]);
+      multiply_parts({part(0), part(1)}, kTokenRow, kTokenPitch, (t - column) / kBlock + 1, c.of_weights[column / kBlock], NoWork());
     }
     for (int r = 0; r < kBlock; ++r)
       for (int column = 0; column <= t + r; column += kLanes)

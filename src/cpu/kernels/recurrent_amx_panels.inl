@@ -1,7 +1,7 @@
 // Panels of values of recurrent_amx.inl, which includes this.
 //
-// Vectors make what tiles multiply next and use what these have made, a block of tokens or channels behind or ahead: neither waits for
-// the other, as far as the core looks ahead.
+// Vectors make what tiles multiply next and use what these have made, a block of tokens or channels behind or ahead, a piece behind each
+// product: neither waits for the other, and tile operations do not follow each other closely.
 
 namespace imbrex::cpu {
 namespace {
@@ -21,7 +21,8 @@ inline void store_state(const float* state, int dim, TileScratch& c) {
 }
 
 // Keys and queries of the block of tokens from `t` on with the state.
-inline void multiply_state(const RecurrentParams& p, int t, TileScratch& c) {
+template <class Work>
+[[gnu::always_inline]] inline void multiply_state(const RecurrentParams& p, int t, TileScratch& c, Work&& work) {
   const int steps = rounded_up(p.dim_k, 2 * kTile) / (2 * kTile);
   const bool channels = has_channel_decays(p);
   const auto factors = [&](int part) {
@@ -30,18 +31,17 @@ inline void multiply_state(const RecurrentParams& p, int t, TileScratch& c) {
     return p.delta ? TileFactors{keys, queries(t), c.state[0]} : TileFactors{queries(t), queries(t + kTile), c.state[0]};
   };
   const TileFactors all[2] = {factors(0), factors(channels ? 1 : 0)};
-  multiply_tiles(all, channels ? 2 : 1, kKeyPitch, kColumns, steps, c.of_state[t / tokens_of_block(p.delta)]);
+  multiply_tiles(all, channels ? 2 : 1, kKeyPitch, kColumns, steps, c.of_state[t / tokens_of_block(p.delta)], work);
 }
 
 // X with T and P T, or P.
-inline void multiply_tokens(const RecurrentParams& p, int t, TileScratch& c) {
-  const auto factors = [&](int of_weights, int of_x) {
-    const u16* const own = c.p[of_weights][t];
-    return p.delta ? TileFactors{c.t[of_weights][t], own, c.x[of_x][0]} : TileFactors{own, c.p[of_weights][t + kTile], c.x[of_x][0]};
+template <class Work>
+[[gnu::always_inline]] inline void multiply_tokens(const RecurrentParams& p, int t, TileScratch& c, Work&& work) {
+  const auto part = [&](int number) {
+    const u16* const own = c.p[number][t];
+    return p.delta ? TileFactors{c.t[number][t], own, c.x[number][0]} : TileFactors{own, c.p[number][t + kTile], c.x[number][0]};
   };
-  const TileFactors all[3] = {factors(1, 0), factors(0, 1), factors(0, 0)};
-  const int steps = t / kBlock + 1;
-  multiply_tiles(all, 3, kTokenRow, kColumns, steps, c.of_tokens[t / tokens_of_block(p.delta) % 2]);
+  multiply_parts({part(0), part(1)}, kTokenRow, kColumns, t / kBlock + 1, c.of_tokens[t / tokens_of_block(p.delta) % 2], work);
 }
 
 // A panel's values and outputs: rows of bf16, of which some columns are there.
@@ -80,51 +80,59 @@ inline void store_written(const RecurrentParams& p, const ChunkWeights& w, Float
   }
 }
 
-// X of a block of tokens as operands. Without the delta rule that is what they write: `nothing` stays zero while all is finite.
+// A panel, and what vectors make of it beside products.
 template <bool delta>
-inline void make_x(const RecurrentParams& p, const PanelRows& panel, const ChunkWeights& w, int begin, Floats& nothing, TileScratch& c) {
-  const float* const block = c.of_state[begin / tokens_of_block(delta)];
-  for (int t = begin; t < begin + tokens_of_block(delta); t += 2) {
-    c.ahead.fetch_values(p, t), c.ahead.fetch_values(p, t + 1);
-    for (int half = 0; half < 2; ++half) {
-      Floats x[2];
-      for (int i = 0; i < 2; ++i) {
-        x[i] = panel.value(t + i, half) * w.values[t + i];
-        if (delta) x[i] -= of_block(block, (t + i) % kTile, half) * w.known[t + i];
-      }
-      if (!delta) store_written(p, w, x[0], x[1], t, half, c);
-      const __m512i pairs = PairProducts::pairs_of(x[0], x[1]);
-      const Floats first = (Floats)_mm512_slli_epi32(pairs, 16), second = (Floats)_mm512_and_si512(pairs, _mm512_set1_epi32(~0xffff));
-      if (!delta) nothing += first * 0.f, nothing += second * 0.f;
-      _mm512_storeu_si512(c.x[0][t / 2] + half * kLanes, pairs);
-      PairProducts::store_pairs(c.x[1][t / 2] + half * kLanes, x[0] - first, x[1] - second);
-    }
-  }
-}
+struct PanelWork {
+  static constexpr int kPieces = delta ? kTile : kBlock;  // of a block of tokens: two tokens and half of the panel's values each
+  const RecurrentParams& p;
+  const PanelRows rows;
+  const ChunkWeights& w;
+  TileScratch& c;
+  const float skip;
+  Floats nothing = {};  // stays zero while all is finite
 
-// Outputs of a block of tokens, and with the delta rule what they write: `nothing` stays zero while that is finite.
-template <bool delta>
-inline void make_outputs(const RecurrentParams& p, const PanelRows& panel, const ChunkWeights& w, int begin, float skip, Floats& nothing,
-                         TileScratch& c) {
-  const int number = begin / tokens_of_block(delta);
-  const float *const of_state = c.of_state[number], *const of_tokens = c.of_tokens[number % 2];
-  for (int t = begin; t < begin + tokens_of_block(delta); t += 2) {
-    c.ahead.fetch_outputs(p, t), c.ahead.fetch_outputs(p, t + 1);
-    for (int half = 0; half < 2; ++half) {
-      if (delta) {
-        const Floats first = of_block(of_tokens, t % kTile, half), second = of_block(of_tokens, (t + 1) % kTile, half);
-        nothing += first * 0.f, nothing += second * 0.f;
-        store_written(p, w, first, second, t, half, c);
-      }
-      for (int i = 0; i < 2; ++i) {
-        const int row = query_row(delta, t + i);
-        Floats y = of_block(of_state, row, half) * w.outputs[t + i];
-        if (p.skip != nullptr) y += panel.value(t + i, half) * skip;
-        panel.store(y + of_block(of_tokens, row, half), t + i, half);
-      }
+  // X as operands. Without the delta rule that is what tokens write.
+  [[gnu::always_inline]] inline void make_x(int begin, int piece, int more) {
+    const int t = begin + piece + more / 2 * 2, half = more % 2;
+    const float* const block = c.of_state[begin / tokens_of_block(delta)];
+    Floats x[2];
+    for (int i = 0; i < 2; ++i) {
+      x[i] = rows.value(t + i, half) * w.values[t + i];
+      if (delta) x[i] -= of_block(block, (t + i) % kTile, half) * w.known[t + i];
+    }
+    if (!delta) store_written(p, w, x[0], x[1], t, half, c);
+    const __m512i pairs = PairProducts::pairs_of(x[0], x[1]);
+    const Floats first = (Floats)_mm512_slli_epi32(pairs, 16), second = (Floats)_mm512_and_si512(pairs, _mm512_set1_epi32(~0xffff));
+    if (!delta) nothing += first * 0.f, nothing += second * 0.f;
+    _mm512_storeu_si512(c.x[0][t / 2] + half * kLanes, pairs);
+    PairProducts::store_pairs(c.x[1][t / 2] + half * kLanes, x[0] - first, x[1] - second);
+  }
+  // Outputs, and with the delta rule what tokens write.
+  [[gnu::always_inline]] inline void make_outputs(int begin, int piece, int more) {
+    const int number = begin / tokens_of_block(delta), t = begin + piece + more / 2 * 2, half = more % 2;
+    const float *const of_state = c.of_state[number], *const of_tokens = c.of_tokens[number % 2];
+    if (delta) {
+      const Floats first = of_block(of_tokens, t % kTile, half), second = of_block(of_tokens, (t + 1) % kTile, half);
+      nothing += first * 0.f, nothing += second * 0.f;
+      store_written(p, w, first, second, t, half, c);
+    }
+    for (int i = 0; i < 2; ++i) {
+      const int row = query_row(delta, t + i);
+      Floats y = of_block(of_state, row, half) * w.outputs[t + i];
+      if (p.skip != nullptr) y += rows.value(t + i, half) * skip;
+      rows.store(y + of_block(of_tokens, row, half), t + i, half);
     }
   }
-}
+  // A row of the state from a block of what is added.
+  [[gnu::always_inline]] inline void update_row(float* state, int i, const float* block) const {
+    for (int half = 0; half < 2; ++half) {
+      float* const at = state + long(i) * kColumns + half * kLanes;
+      const Floats x = load_floats(at, kLanes) * w.decays[i] + of_block(block, i % kBlock, half);
+      store_vector<kF32>(x, kLanes, reinterpret_cast<char*>(at));
+    }
+  }
+  bool all_finite() const { return _mm512_cmp_ps_mask((__m512)nothing, _mm512_setzero_ps(), _CMP_NEQ_UQ) == 0; }
+};
 
 // What tokens [t, t + kRows) write, and their outputs, one after the other: no product with a later token is made, so that what is no
 // number there does not reach earlier ones.
@@ -170,41 +178,48 @@ void run_rows(const RecurrentParams& p, const ChunkPanel& panel, int t, const Ch
 template <bool delta>
 void run_panel(const RecurrentParams& p, const ChunkPanel& panel, const ChunkWeights& w, TileScratch& c) {
   const bool channels = has_channel_decays(p);
-  const int rows = rounded_up(panel.count, kBlock), dim = rounded_up(p.dim_k, kRows), block_tokens = tokens_of_block(delta);
-  const float skip = p.skip == nullptr ? 0.f : p.skip[panel.head];
-  const PanelRows in_memory(p, panel);
-  Floats nothing = {};
+  const int rows = rounded_up(panel.count, kBlock), dim = rounded_up(p.dim_k, kRows), step = tokens_of_block(delta), last = rows - step;
+  PanelWork<delta> work{p, PanelRows(p, panel), w, c, p.skip == nullptr ? 0.f : p.skip[panel.head]};
+  constexpr int kPieces = PanelWork<delta>::kPieces;
   store_state(panel.state, dim, c);
-  for (int t = 0; t <= rows; t += block_tokens) {
-    if (t < rows) multiply_state(p, t, c);
-    if (t > 0) make_x<delta>(p, in_memory, w, t - block_tokens, nothing, c);
+  multiply_state(p, 0, c, NoWork());
+  for (int t = step; t < rows; t += step) {
+    const auto piece = [&](int i, int more) __attribute__((always_inline)) { work.make_x(t - step, i, more); };
+    WorkBeside<delta ? 1 : 2, decltype(piece)> beside{piece, kPieces};
+    multiply_state(p, t, c, beside);
+    beside.end();
   }
-  for (int t = 0; t <= rows; t += block_tokens) {
-    if (t < rows) multiply_tokens(p, t, c);
-    if (t > 0) make_outputs<delta>(p, in_memory, w, t - block_tokens, skip, nothing, c);
+  // The first product of tokens does not need the last ones where there are more than a step of products.
+  const auto last_x = [&](int i, int more) __attribute__((always_inline)) { work.make_x(last, i, more); };
+  WorkBeside<delta ? 2 : 4, decltype(last_x)> beside_first{last_x, kPieces};
+  if (rows <= kBlock) beside_first.end();
+  multiply_tokens(p, 0, c, beside_first);
+  beside_first.end();
+  for (int t = step; t < rows; t += step) {
+    const auto piece = [&](int i, int more) __attribute__((always_inline)) { work.make_outputs(t - step, i, more); };
+    WorkBeside<delta ? 2 : 4, decltype(piece)> beside{piece, kPieces};
+    multiply_tokens(p, t, c, beside);
+    beside.end();
   }
-  if (_mm512_cmp_ps_mask((__m512)nothing, _mm512_setzero_ps(), _CMP_NEQ_UQ) != 0) run_all_rows(p, panel, w, c);
+  for (int i = 0; i < kPieces; i += 2) work.make_outputs(last, i, 0), work.make_outputs(last, i, 1);
+  if (!work.all_finite()) run_all_rows(p, panel, w, c);
   constexpr int kParts = delta ? 1 : kMostParts;
+  const int keys = channels ? 2 : 1;
   TileFactors factors[2 * kParts];
-  for (int i = 0; i < dim + kBlock; i += kBlock) {
-    const int number = i / kBlock;
-    if (i < dim) {
-      // Least products first.
-      int count = 0;
-      for (int of_keys = channels ? 1 : 0; of_keys >= 0; --of_keys)
-        for (int part = kParts - 1; part >= 0; --part)
-          factors[count++] = {c.channels[of_keys][i], c.channels[of_keys][i + kTile], c.written[part][0]};
-      multiply_tiles(factors, count, kTokenRow, kColumns, rows / kBlock, c.of_tokens[number % 2]);
-    }
-    if (i == 0) continue;
-    const int first = i - kBlock, there = dim - first < kBlock ? dim - first : kBlock;
-    const float* const block = c.of_tokens[(number + 1) % 2];
-    for (int r = 0; r < there; ++r)
-      for (int half = 0; half < 2; ++half) {
-        float* const at = panel.state + long(first + r) * kColumns + half * kLanes;
-        store_vector<kF32>(load_floats(at, kLanes) * w.decays[first + r] + of_block(block, r, half), kLanes, reinterpret_cast<char*>(at));
-      }
+  for (int i = 0; i < dim; i += kBlock) {
+    // Least products first.
+    int count = 0;
+    for (int of_keys = keys - 1; of_keys >= 0; --of_keys)
+      for (int part = kParts - 1; part >= 0; --part)
+        factors[count++] = {c.channels[of_keys][i], c.channels[of_keys][i + kTile], c.written[part][0]};
+    const float* const before = c.of_tokens[(i / kBlock + 1) % 2];
+    const auto piece = [&](int r, int more) __attribute__((always_inline)) { work.update_row(panel.state, i - kBlock + r + more, before); };
+    WorkBeside<4, decltype(piece)> beside{piece, i == 0 ? 0 : kBlock};
+    multiply_tiles(factors, count, kTokenRow, kColumns, rows / kBlock, c.of_tokens[i / kBlock % 2], beside);
+    beside.end();
   }
+  const int done = (dim - 1) / kBlock * kBlock;
+  for (int i = done; i < dim; ++i) work.update_row(panel.state, i, c.of_tokens[done / kBlock % 2]);
 }
 void run_panel(const RecurrentParams& p, const ChunkPanel& panel, TileScratch& c) {
   const ChunkWeights& w = has_channel_decays(p) ? c.of_channels.weights : c.of_heads.weights;

@@ -195,17 +195,13 @@ void run_recurrent_chunks(const RecurrentParams& p, const RecurrentItem& item, i
     const int count = end - begin < kRecurrentChunk ? end - begin : kRecurrentChunk;
     if (!has_channel_decays(p)) load_chunk(p, begin, count, head_begin / p.group, c);
     const int next = begin + kRecurrentChunk, ahead = end - next < kRecurrentChunk ? end - next : kRecurrentChunk;
-    if (!Scratch::kFetchesAhead) {
-      prefetch_rows(p.k + next * p.k_token_stride + head_begin / p.group * p.k_head_stride, p.k_token_stride, ahead, p.dim_k * size);
-      prefetch_rows(p.q + next * p.q_token_stride + head_begin / p.group * p.q_head_stride, p.q_token_stride, ahead, p.dim_k * size);
-    }
+    prefetch_rows(p.k + next * p.k_token_stride + head_begin / p.group * p.k_head_stride, p.k_token_stride, ahead, p.dim_k * size);
+    prefetch_rows(p.q + next * p.q_token_stride + head_begin / p.group * p.q_head_stride, p.q_token_stride, ahead, p.dim_k * size);
     for (int head = head_begin; head < head_end; ++head) {
-      if (!Scratch::kFetchesAhead || (begin == item.begin && head == head_begin)) {
-        prefetch_rows(p.v + begin * p.v_token_stride + head * p.v_head_stride + v_begin * size, p.v_token_stride, count,
-                      (v_end - v_begin) * size);
-        prefetch_rows(p.out + begin * p.out_token_stride + head * p.out_head_stride + v_begin * size, p.out_token_stride, count,
-                      (v_end - v_begin) * size);
-      }
+      prefetch_rows(p.v + begin * p.v_token_stride + head * p.v_head_stride + v_begin * size, p.v_token_stride, count,
+                    (v_end - v_begin) * size);
+      prefetch_rows(p.out + begin * p.out_token_stride + head * p.out_head_stride + v_begin * size, p.out_token_stride, count,
+                    (v_end - v_begin) * size);
       if constexpr (Scratch::kChannelDecays) {
         has_channel_decays(p) ? make_channel_weights(p, begin, count, head, c) : make_weights(p, begin, count, head, c);
       } else {
@@ -213,11 +209,6 @@ void run_recurrent_chunks(const RecurrentParams& p, const RecurrentItem& item, i
       }
       for (int panel = 0; panel < panels; ++panel) {
         const int first = v_begin + panel * kColumns, values = v_end - first < kColumns ? v_end - first : kColumns;
-        if constexpr (Scratch::kFetchesAhead) {
-          const bool last = head + 1 == head_end;  // the next head is of the next chunk
-          c.ahead = FetchAhead::of(p, last ? next : begin, last ? ahead : count, last ? head_begin : head + 1, first);
-          c.ahead.add_keys(p, next, ahead, head_begin / p.group, (head - head_begin) * panels + panel, (head_end - head_begin) * panels);
-        }
         run_panel(p, {begin, count, head, first, values, c.states() + (head - head_begin) * of_head + panel * of_panel}, c);
       }
       if (p.finish) finish_outputs(p, begin, begin + count, head, head + 1);

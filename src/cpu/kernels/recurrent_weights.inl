@@ -99,7 +99,6 @@ struct ChunkScratch {
   typedef typename Products::Word Word;
   static constexpr int kNumbers = Products::kNumbers;
   static constexpr bool kChannelDecays = kNumbers == 1;  // whether chunks may have decays of channels
-  static constexpr bool kFetchesAhead = false;           // whether panels fetch what comes behind them
   Word k[kRecurrentChunk][kKeyPitch / kNumbers], q[kRecurrentChunk][kKeyPitch / kNumbers];
   Word channels[kRecurrentDim / kNumbers][kTokenPitch];  // k, columns for rows
   // Of pairs alone: a panel of the state in pairs of key channels, and with the delta rule what tokens write and their keys in pairs of
@@ -133,40 +132,6 @@ inline void prefetch_rows(const char* p, long stride, int count, long bytes) {
   for (int t = 0; t < count; ++t)
     for (long i = 0; i < bytes; i += kLine) __builtin_prefetch(p + t * stride + i, 0, 2);
 }
-
-// What a panel fetches while it is computed, a line or a few of each token: all at once they would be more than a core waits for beside its
-// work. Values and outputs of the same panel of the next head, and of the next chunk's keys and queries its share.
-struct FetchAhead {
-  static constexpr int kLine = 64;
-  const char *values, *outputs, *keys = nullptr, *queries = nullptr;
-  int rows, key_rows = 0, key_begin = 0, key_end = 0, query_begin = 0, query_end = 0;  // tokens, and bytes of their rows
-
-  static FetchAhead of(const RecurrentParams& p, int token, int rows, int head, int first) {
-    const long size = element_size(p.type);
-    return {.values = p.v + token * p.v_token_stride + head * p.v_head_stride + first * size,
-            .outputs = p.out + token * p.out_token_stride + head * p.out_head_stride + first * size,
-            .rows = rows};
-  }
-  // Share number `share` of `shares`.
-  void add_keys(const RecurrentParams& p, int token, int tokens, int key_head, int share, int shares) {
-    const int lines = (p.dim_k * int(element_size(p.type)) + kLine - 1) / kLine;
-    const auto line = [&](int number) { return 2 * lines * number / shares; };
-    const auto bytes = [&](int number) { return (number < 0 ? 0 : number < lines ? number : lines) * kLine; };
-    keys = p.k + token * p.k_token_stride + key_head * p.k_head_stride,
-    queries = p.q + token * p.q_token_stride + key_head * p.q_head_stride;
-    key_rows = tokens, key_begin = bytes(line(share)), key_end = bytes(line(share + 1));
-    query_begin = bytes(line(share) - lines), query_end = bytes(line(share + 1) - lines);
-  }
-  void fetch_values(const RecurrentParams& p, int t) const {
-    if (t < rows) __builtin_prefetch(values + t * p.v_token_stride, 0, 2);
-    if (t >= key_rows) return;
-    for (int i = key_begin; i < key_end; i += kLine) __builtin_prefetch(keys + t * p.k_token_stride + i, 0, 2);
-    for (int i = query_begin; i < query_end; i += kLine) __builtin_prefetch(queries + t * p.q_token_stride + i, 0, 2);
-  }
-  void fetch_outputs(const RecurrentParams& p, int t) const {
-    if (t < rows) __builtin_prefetch(outputs + t * p.out_token_stride, 0, 2);
-  }
-};
 
 // Row t: the key and the query of a token, of which `there` numbers are read, zeros from there to `dim`.
 template <class Products>
