@@ -1,13 +1,12 @@
 // Prompts of recurrent layers in chunks, with products of bf16 in AMX tiles; included by recurrent_amx.cpp (hardware) and
 // recurrent_amx_emulated.cpp (tiles in memory, for tests). recurrent_chunks.inl has the formulas, docs/kernels/recurrent.md the schedule.
 //
-// With T the inverse of 1 + A, what tokens write is T X, and what they have of each other P T X: two products with the same right factor,
-// whatever the number of tokens, instead of a substitution.
+// With T the inverse of 1 + A, what tokens write is T X: a product, whatever the number of tokens, instead of a substitution.
 //
 // Of keys, queries and states products are those of PairProducts: keys and queries are what was given, a state is rounded once a chunk.
-// All other factors are sums of several numbers of bf16, whose products are made one after the other: T, P, P T, X, and keys and queries
-// with decays of channels of two, which is a float but for 2^-17 of it; and without the delta rule what is written to the state of three,
-// which is all of a float. With the delta rule that is rounded, as PairProducts have it.
+// All other factors are sums of several numbers of bf16, whose products are made one after the other: T, P, X, what tokens write, and keys
+// and queries with decays of channels of two, which is a float but for 2^-17 of it; and without the delta rule what is written to the state
+// of three, which is all of a float. With the delta rule that is rounded, as PairProducts have it.
 #include <immintrin.h>
 
 // clang-format off
@@ -28,7 +27,7 @@ namespace {
 
 constexpr int kTile = 16, kTileFloats = kTile * kTile, kBlock = 2 * kTile;  // a block of sums: two tiles by two, one behind the other
 constexpr int kTokenRow = kRecurrentChunk + 32;                             // numbers of a row of tokens; not of 2^n bytes
-constexpr int kMostParts = 3, kTokenBlocks = kRecurrentChunk / kTile;
+constexpr int kMostParts = 3, kTokenBlocks = kRecurrentChunk / kBlock;
 
 // Right operands of whole chunks: two tokens of a value a word.
 typedef u32 TokenPairs[kRecurrentChunk / 2][kColumns];
@@ -40,18 +39,18 @@ struct TileScratch {
     ChunkScratch<PairProducts> of_heads;
     ChunkScratch<FloatProducts> of_channels;
   };
-  // Left operands: with decays of channels, tokens' keys and queries; keys by channel; T and P T, or P without the delta rule, zeros above
-  // the diagonal's tiles. Each of so many parts.
+  // Left operands: with decays of channels, tokens' keys and queries; keys by channel; T and P, zeros above the diagonal's tiles. Each of
+  // so many parts.
   u16 keys[2][kRecurrentChunk][kKeyPitch], queries[2][kRecurrentChunk][kKeyPitch];
   u16 channels[2][kRecurrentDim][kTokenRow];
   u16 t[2][kRecurrentChunk][kTokenRow], p[2][kRecurrentChunk][kTokenRow];
-  // Right operands: T, the state, two channels a word, X, and what tokens write for the state.
-  u32 t_pairs[2][kRecurrentChunk / 2][kTokenPitch];
+  // Right operands: the state, two channels a word, X, what tokens write, and what that is for the state.
   u32 state[kRecurrentDim / 2][kColumns];
-  TokenPairs x[2], written[kMostParts];
+  TokenPairs x[2], u[2], written[kMostParts];
   float inverse[kRecurrentChunk][kTokenPitch];  // T
-  // Blocks of sums: keys and queries with the state, and X with T and P T.
-  float of_state[kTokenBlocks][4 * kTileFloats], of_tokens[2][4 * kTileFloats], of_weights[2][4 * kTileFloats];
+  // Blocks of sums, of 32 tokens each: keys with the state, and then T X; queries with the state; P with what tokens write, and then 32
+  // channels of what is added to the state.
+  float of_keys[kTokenBlocks][4 * kTileFloats], of_queries[kTokenBlocks][4 * kTileFloats], of_written[2][4 * kTileFloats];
 
   static long bytes() {
     constexpr long kLine = 64;
@@ -174,8 +173,8 @@ template <class Work>
 // pieces it is behind, and its number from there on, which the compiler knows. Pieces are even in number.
 template <int each, class Piece>
 struct WorkBeside {
-  const Piece& piece;
-  const int pieces;
+  const Piece piece;
+  const int pieces = kBlock;
   int next = 0;
 
   [[gnu::always_inline]] inline void operator()(int product) {
@@ -290,7 +289,7 @@ inline void store_lower(const float (&from)[kRecurrentChunk][pitch], int rows, u
     }
 }
 
-// T, P T and, without the delta rule, P as operands. Rows behind the last token are zeros, of T unit vectors.
+// P and T as operands. Rows behind the last token are zeros, of T unit vectors.
 inline void store_weights(ChunkWeights& w, bool delta, int count, TileScratch& c) {
   const int rows = rounded_up(count, kBlock);
   for (int t = rounded_up(count, kRows); t < rows; ++t) {
@@ -301,22 +300,6 @@ inline void store_weights(ChunkWeights& w, bool delta, int count, TileScratch& c
   if (!delta) return;
   invert(w, rows, c.inverse);
   store_lower(c.inverse, rows, c.t);
-  for (int t = 0; t < rows; t += 2)
-    for (int column = 0; column <= t; column += kLanes)
-      store_token_pairs(load_floats(c.inverse[t] + column, kLanes), load_floats(c.inverse[t + 1] + column, kLanes), c.t_pairs, 2, t / 2,
-                        column);
-  // From the last rows on: a row of P T takes the place of that of P.
-  for (int t = rows - kBlock; t >= 0; t -= kBlock) {
-    for (int column = 0; column <= t; column += kBlock) {
-      const auto part = [&](int number) {
-        return TileFactors{c.p[number][t] + column, c.p[number][t + kTile] + column, c.t_pairs[number][column / 2] + column};
-      };
-      multiply_parts({part(0), part(1)}, kTokenRow, kTokenPitch, (t - column) / kBlock + 1, c.of_weights[column / kBlock], NoWork());
-    }
-    for (int r = 0; r < kBlock; ++r)
-      for (int column = 0; column <= t + r; column += kLanes)
-        store_parts(of_block(c.of_weights[column / kBlock], r, column % kBlock / kLanes), c.p, t + r, column);
-  }
 }
 void make_weights(const RecurrentParams& p, int begin, int count, int head, TileScratch& c) {
   make_weights(p, begin, count, head, c.of_heads);
@@ -348,7 +331,6 @@ void clear_above(TileScratch& c) {
       for (int r = 0; r < kTile; ++r) {
         _mm256_storeu_si256((__m256i*)(c.t[part][t + r] + t + kTile), __m256i{});
         _mm256_storeu_si256((__m256i*)(c.p[part][t + r] + t + kTile), __m256i{});
-        if (r % 2 == 0) _mm512_storeu_si512(c.t_pairs[part][(t + r) / 2] + t + kTile, __m512i{});
       }
 }
 

@@ -6,10 +6,6 @@
 namespace imbrex::cpu {
 namespace {
 
-// With the delta rule blocks have 16 tokens' keys and queries, or T and P T, one below the other; without it 32 tokens' queries, or P.
-inline int tokens_of_block(bool delta) { return delta ? kTile : kBlock; }
-inline int query_row(bool delta, int t) { return delta ? kTile + t % kTile : t % kBlock; }
-
 inline void store_state(const float* state, int dim, TileScratch& c) {
   for (int i = 0; i < rounded_up(dim, 2 * kTile) / 2; ++i)
     for (int half = 0; half < kColumns; half += kLanes) {
@@ -20,28 +16,30 @@ inline void store_state(const float* state, int dim, TileScratch& c) {
     }
 }
 
-// Keys and queries of the block of tokens from `t` on with the state.
-template <class Work>
-[[gnu::always_inline]] inline void multiply_state(const RecurrentParams& p, int t, TileScratch& c, Work&& work) {
-  const int steps = rounded_up(p.dim_k, 2 * kTile) / (2 * kTile);
+// Keys or queries of a block of tokens with the state.
+template <bool of_keys, class Work>
+[[gnu::always_inline]] inline void multiply_state(const RecurrentParams& p, int number, TileScratch& c, Work&& work) {
+  const int t = number * kBlock, steps = rounded_up(p.dim_k, 2 * kTile) / (2 * kTile);
   const bool channels = has_channel_decays(p);
   const auto factors = [&](int part) {
-    const auto queries = [&](int row) { return channels ? c.queries[part][row] : reinterpret_cast<const u16*>(c.of_heads.q[row]); };
-    const u16* const keys = channels ? c.keys[part][t] : reinterpret_cast<const u16*>(c.of_heads.k[t]);
-    return p.delta ? TileFactors{keys, queries(t), c.state[0]} : TileFactors{queries(t), queries(t + kTile), c.state[0]};
+    const u16* const rows = channels  ? (of_keys ? c.keys : c.queries)[part][t]
+                            : of_keys ? reinterpret_cast<const u16*>(c.of_heads.k[t])
+                                      : reinterpret_cast<const u16*>(c.of_heads.q[t]);
+    return TileFactors{rows, rows + kTile * kKeyPitch, c.state[0]};
   };
   const TileFactors all[2] = {factors(0), factors(channels ? 1 : 0)};
-  multiply_tiles(all, channels ? 2 : 1, kKeyPitch, kColumns, steps, c.of_state[t / tokens_of_block(p.delta)], work);
+  multiply_tiles(all, channels ? 2 : 1, kKeyPitch, kColumns, steps, (of_keys ? c.of_keys : c.of_queries)[number], work);
 }
 
-// X with T and P T, or P.
+// T or P, of a block of tokens, with X or what tokens write.
 template <class Work>
-[[gnu::always_inline]] inline void multiply_tokens(const RecurrentParams& p, int t, TileScratch& c, Work&& work) {
-  const auto part = [&](int number) {
-    const u16* const own = c.p[number][t];
-    return p.delta ? TileFactors{c.t[number][t], own, c.x[number][0]} : TileFactors{own, c.p[number][t + kTile], c.x[number][0]};
+[[gnu::always_inline]] inline void multiply_tokens(const u16 (&weights)[2][kRecurrentChunk][kTokenRow], const TokenPairs (&right)[2],
+                                                   int number, float* to, Work&& work) {
+  const auto part = [&](int i) {
+    const u16* const rows = weights[i][number * kBlock];
+    return TileFactors{rows, rows + kTile * kTokenRow, right[i][0]};
   };
-  multiply_parts({part(0), part(1)}, kTokenRow, kColumns, t / kBlock + 1, c.of_tokens[t / tokens_of_block(p.delta) % 2], work);
+  multiply_parts({part(0), part(1)}, kTokenRow, kColumns, number + 1, to, work);
 }
 
 // A panel's values and outputs: rows of bf16, of which some columns are there.
@@ -70,20 +68,20 @@ struct PanelRows {
   }
 };
 
-// What tokens write for the state, two of them.
-inline void store_written(const RecurrentParams& p, const ChunkWeights& w, Floats first, Floats second, int t, int half, TileScratch& c) {
+// What two tokens write for the state.
+template <bool delta>
+[[gnu::always_inline]] inline void store_for_state(const ChunkWeights& w, Floats first, Floats second, int t, int half, TileScratch& c) {
   first *= w.written[t], second *= w.written[t + 1];
-  if (p.delta) {
+  if (delta) {
     PairProducts::store_pairs(c.written[0][t / 2] + half * kLanes, first, second);
   } else {
     store_token_pairs(first, second, c.written, kMostParts, t / 2, half * kLanes);
   }
 }
 
-// A panel, and what vectors make of it beside products.
+// A panel, and what vectors make of it beside products: of blocks of tokens in pieces of two tokens and half of the panel's values.
 template <bool delta>
 struct PanelWork {
-  static constexpr int kPieces = delta ? kTile : kBlock;  // of a block of tokens: two tokens and half of the panel's values each
   const RecurrentParams& p;
   const PanelRows rows;
   const ChunkWeights& w;
@@ -91,36 +89,29 @@ struct PanelWork {
   const float skip;
   Floats nothing = {};  // stays zero while all is finite
 
-  // X as operands. Without the delta rule that is what tokens write.
-  [[gnu::always_inline]] inline void make_x(int begin, int piece, int more) {
-    const int t = begin + piece + more / 2 * 2, half = more % 2;
-    const float* const block = c.of_state[begin / tokens_of_block(delta)];
+  // X, or without the delta rule what tokens write.
+  [[gnu::always_inline]] inline void make_x(int number, int piece, int more) {
+    const int row = piece + more / 2 * 2, t = number * kBlock + row, half = more % 2;
     Floats x[2];
     for (int i = 0; i < 2; ++i) {
       x[i] = rows.value(t + i, half) * w.values[t + i];
-      if (delta) x[i] -= of_block(block, (t + i) % kTile, half) * w.known[t + i];
+      if (delta) x[i] -= of_block(c.of_keys[number], row + i, half) * w.known[t + i];
     }
-    if (!delta) store_written(p, w, x[0], x[1], t, half, c);
-    const __m512i pairs = PairProducts::pairs_of(x[0], x[1]);
-    const Floats first = (Floats)_mm512_slli_epi32(pairs, 16), second = (Floats)_mm512_and_si512(pairs, _mm512_set1_epi32(~0xffff));
-    if (!delta) nothing += first * 0.f, nothing += second * 0.f;
-    _mm512_storeu_si512(c.x[0][t / 2] + half * kLanes, pairs);
-    PairProducts::store_pairs(c.x[1][t / 2] + half * kLanes, x[0] - first, x[1] - second);
+    delta ? store(c.x, x, t, half) : store_written(x, t, half);
   }
-  // Outputs, and with the delta rule what tokens write.
-  [[gnu::always_inline]] inline void make_outputs(int begin, int piece, int more) {
-    const int number = begin / tokens_of_block(delta), t = begin + piece + more / 2 * 2, half = more % 2;
-    const float *const of_state = c.of_state[number], *const of_tokens = c.of_tokens[number % 2];
-    if (delta) {
-      const Floats first = of_block(of_tokens, t % kTile, half), second = of_block(of_tokens, (t + 1) % kTile, half);
-      nothing += first * 0.f, nothing += second * 0.f;
-      store_written(p, w, first, second, t, half, c);
-    }
+  // With the delta rule, what tokens write.
+  [[gnu::always_inline]] inline void make_written(int number, int piece, int more) {
+    const int row = piece + more / 2 * 2, half = more % 2;
+    const Floats u[2] = {of_block(c.of_keys[number], row, half), of_block(c.of_keys[number], row + 1, half)};
+    store_written(u, number * kBlock + row, half);
+  }
+  [[gnu::always_inline]] inline void make_outputs(int number, int piece, int more) {
+    const int row = piece + more / 2 * 2, half = more % 2;
     for (int i = 0; i < 2; ++i) {
-      const int row = query_row(delta, t + i);
-      Floats y = of_block(of_state, row, half) * w.outputs[t + i];
-      if (p.skip != nullptr) y += rows.value(t + i, half) * skip;
-      rows.store(y + of_block(of_tokens, row, half), t + i, half);
+      const int t = number * kBlock + row + i;
+      Floats y = of_block(c.of_queries[number], row + i, half) * w.outputs[t];
+      if (p.skip != nullptr) y += rows.value(t, half) * skip;
+      rows.store(y + of_block(c.of_written[number], row + i, half), t, half);
     }
   }
   // A row of the state from a block of what is added.
@@ -132,15 +123,28 @@ struct PanelWork {
     }
   }
   bool all_finite() const { return _mm512_cmp_ps_mask((__m512)nothing, _mm512_setzero_ps(), _CMP_NEQ_UQ) == 0; }
+
+ private:
+  [[gnu::always_inline]] inline void store_written(const Floats (&u)[2], int t, int half) {
+    store(c.u, u, t, half, true);
+    store_for_state<delta>(w, u[0], u[1], t, half, c);
+  }
+  // Two numbers as a right operand of two parts.
+  [[gnu::always_inline]] inline void store(TokenPairs (&to)[2], const Floats (&x)[2], int t, int half, bool checked = false) {
+    const __m512i pairs = PairProducts::pairs_of(x[0], x[1]);
+    const Floats first = (Floats)_mm512_slli_epi32(pairs, 16), second = (Floats)_mm512_and_si512(pairs, _mm512_set1_epi32(~0xffff));
+    if (checked) nothing += first * 0.f, nothing += second * 0.f;
+    _mm512_storeu_si512(to[0][t / 2] + half * kLanes, pairs);
+    PairProducts::store_pairs(to[1][t / 2] + half * kLanes, x[0] - first, x[1] - second);
+  }
 };
 
 // What tokens [t, t + kRows) write, and their outputs, one after the other: no product with a later token is made, so that what is no
 // number there does not reach earlier ones.
 void run_rows(const RecurrentParams& p, const ChunkPanel& panel, int t, const ChunkWeights& w, float (&u)[kRecurrentChunk][kColumns],
               const TileScratch& c) {
-  const int there = panel.count - t < kRows ? panel.count - t : kRows;
+  const int there = panel.count - t < kRows ? panel.count - t : kRows, number = t / kBlock;
   const long size = element_size(p.type);
-  const float* const block = c.of_state[t / tokens_of_block(p.delta)];
   const float skip = p.skip == nullptr ? 0.f : p.skip[panel.head];
   float given[kRows][kColumns], out[kRows][kColumns];
   load_values(p, panel, t, there, given);
@@ -149,8 +153,8 @@ void run_rows(const RecurrentParams& p, const ChunkPanel& panel, int t, const Ch
     for (int i = 0; i < 2; ++i) {
       const Floats v = load_floats(given[r] + i * kLanes, kLanes);
       x.of[r][i] = v * w.values[t + r];
-      if (p.delta) x.of[r][i] -= of_block(block, (t + r) % kTile, i) * w.known[t + r];
-      y.of[r][i] = of_block(block, query_row(p.delta, t + r), i) * w.outputs[t + r];
+      if (p.delta) x.of[r][i] -= of_block(c.of_keys[number], t % kBlock + r, i) * w.known[t + r];
+      y.of[r][i] = of_block(c.of_queries[number], t % kBlock + r, i) * w.outputs[t + r];
       if (p.skip != nullptr) y.of[r][i] += v * skip;
     }
   if (p.delta) {
@@ -166,60 +170,85 @@ void run_rows(const RecurrentParams& p, const ChunkPanel& panel, int t, const Ch
     store_value_row(to, p.type, panel.values, out[r]);
   }
 }
+template <bool delta>
 [[gnu::noinline, gnu::cold]] void run_all_rows(const RecurrentParams& p, const ChunkPanel& panel, const ChunkWeights& w, TileScratch& c) {
   float u[kRecurrentChunk][kColumns];
   const int rows = rounded_up(panel.count, kBlock);
+  for (int number = 0; delta && number < rows / kBlock; ++number) multiply_state<true>(p, number, c, NoWork());
   for (int t = 0; t < rows; t += kRows) run_rows(p, panel, t, w, u, c);
   for (int t = 0; t < rows; t += 2)
-    for (int half = 0; half < 2; ++half)
-      store_written(p, w, load_floats(u[t] + half * kLanes, kLanes), load_floats(u[t + 1] + half * kLanes, kLanes), t, half, c);
+    for (int i = 0; i < kColumns; i += kLanes)
+      store_for_state<delta>(w, load_floats(u[t] + i, kLanes), load_floats(u[t + 1] + i, kLanes), t, i / kLanes, c);
 }
 
 template <bool delta>
 void run_panel(const RecurrentParams& p, const ChunkPanel& panel, const ChunkWeights& w, TileScratch& c) {
   const bool channels = has_channel_decays(p);
-  const int rows = rounded_up(panel.count, kBlock), dim = rounded_up(p.dim_k, kRows), step = tokens_of_block(delta), last = rows - step;
+  const int blocks = rounded_up(panel.count, kBlock) / kBlock, last = blocks - 1, dim = rounded_up(p.dim_k, kRows);
   PanelWork<delta> work{p, PanelRows(p, panel), w, c, p.skip == nullptr ? 0.f : p.skip[panel.head]};
-  constexpr int kPieces = PanelWork<delta>::kPieces;
+  const auto x = [&](int number) {
+    return [&work, number ](int i, int more) __attribute__((always_inline)) { work.make_x(number, i, more); };
+  };
+  const auto written = [&](int number) {
+    return [&work, number ](int i, int more) __attribute__((always_inline)) { work.make_written(number, i, more); };
+  };
+  const auto outputs = [&](int number) {
+    return [&work, number ](int i, int more) __attribute__((always_inline)) { work.make_outputs(number, i, more); };
+  };
   store_state(panel.state, dim, c);
-  multiply_state(p, 0, c, NoWork());
-  for (int t = step; t < rows; t += step) {
-    const auto piece = [&](int i, int more) __attribute__((always_inline)) { work.make_x(t - step, i, more); };
-    WorkBeside<delta ? 1 : 2, decltype(piece)> beside{piece, kPieces};
-    multiply_state(p, t, c, beside);
-    beside.end();
+  if constexpr (delta) {
+    multiply_state<true>(p, 0, c, NoWork());
+    if (blocks > 1) {
+      WorkBeside<2, decltype(x(0))> first{x(0)};
+      multiply_state<true>(p, 1, c, first), first.end();
+    }
+    WorkBeside<2, decltype(x(0))> second{x(last)};
+    multiply_state<false>(p, 0, c, second), second.end();
+    multiply_tokens(c.t, c.x, 0, c.of_keys[0], NoWork());
+    WorkBeside<2, decltype(written(0))> third{written(0)};
+    if (blocks > 1) multiply_tokens(c.t, c.x, 1, c.of_keys[1], third);
+    third.end();
+    if (blocks > 1) {
+      WorkBeside<2, decltype(written(0))> fourth{written(1)};
+      multiply_state<false>(p, 1, c, fourth), fourth.end();
+    }
+  } else {
+    for (int number = 0; number < blocks; ++number) {
+      WorkBeside<2, decltype(x(0))> first{x(number)};
+      multiply_state<false>(p, number, c, first), first.end();
+    }
   }
-  // The first product of tokens does not need the last ones where there are more than a step of products.
-  const auto last_x = [&](int i, int more) __attribute__((always_inline)) { work.make_x(last, i, more); };
-  WorkBeside<delta ? 2 : 4, decltype(last_x)> beside_first{last_x, kPieces};
-  if (rows <= kBlock) beside_first.end();
-  multiply_tokens(p, 0, c, beside_first);
-  beside_first.end();
-  for (int t = step; t < rows; t += step) {
-    const auto piece = [&](int i, int more) __attribute__((always_inline)) { work.make_outputs(t - step, i, more); };
-    WorkBeside<delta ? 2 : 4, decltype(piece)> beside{piece, kPieces};
-    multiply_tokens(p, t, c, beside);
-    beside.end();
+  multiply_tokens(c.p, c.u, 0, c.of_written[0], NoWork());
+  if (blocks > 1) {
+    WorkBeside<2, decltype(outputs(0))> first{outputs(0)};
+    multiply_tokens(c.p, c.u, 1, c.of_written[1], first), first.end();
   }
-  for (int i = 0; i < kPieces; i += 2) work.make_outputs(last, i, 0), work.make_outputs(last, i, 1);
-  if (!work.all_finite()) run_all_rows(p, panel, w, c);
+  const bool finite = work.all_finite();
+  if (!finite) run_all_rows<delta>(p, panel, w, c);
   constexpr int kParts = delta ? 1 : kMostParts;
   const int keys = channels ? 2 : 1;
   TileFactors factors[2 * kParts];
-  for (int i = 0; i < dim; i += kBlock) {
+  // The last block of outputs is read while the first one of channels is made.
+  const auto block_of = [&](int i) { return c.of_written[(i / kBlock + blocks) % 2]; };
+  const auto add_written = [&](int i, auto&& beside) __attribute__((always_inline)) {
     // Least products first.
     int count = 0;
     for (int of_keys = keys - 1; of_keys >= 0; --of_keys)
       for (int part = kParts - 1; part >= 0; --part)
         factors[count++] = {c.channels[of_keys][i], c.channels[of_keys][i + kTile], c.written[part][0]};
-    const float* const before = c.of_tokens[(i / kBlock + 1) % 2];
-    const auto piece = [&](int r, int more) __attribute__((always_inline)) { work.update_row(panel.state, i - kBlock + r + more, before); };
-    WorkBeside<4, decltype(piece)> beside{piece, i == 0 ? 0 : kBlock};
-    multiply_tiles(factors, count, kTokenRow, kColumns, rows / kBlock, c.of_tokens[i / kBlock % 2], beside);
+    multiply_tiles(factors, count, kTokenRow, kColumns, blocks, block_of(i), beside);
     beside.end();
+  };
+  WorkBeside<4, decltype(outputs(0))> first{outputs(last), finite ? kBlock : 0};
+  add_written(0, first);
+  for (int i = kBlock; i < dim; i += kBlock) {
+    const float* const before = block_of(i - kBlock);
+    const auto piece = [&](int r, int more) __attribute__((always_inline)) { work.update_row(panel.state, i - kBlock + r + more, before); };
+    WorkBeside<4, decltype(piece)> beside{piece};
+    add_written(i, beside);
   }
   const int done = (dim - 1) / kBlock * kBlock;
-  for (int i = done; i < dim; ++i) work.update_row(panel.state, i, c.of_tokens[done / kBlock % 2]);
+  for (int i = done; i < dim; ++i) work.update_row(panel.state, i, block_of(done));
 }
 void run_panel(const RecurrentParams& p, const ChunkPanel& panel, TileScratch& c) {
   const ChunkWeights& w = has_channel_decays(p) ? c.of_channels.weights : c.of_heads.weights;
