@@ -138,34 +138,17 @@ struct NoWork {
 };
 
 // The sums of some products to a block, `steps` times 32 numbers each: rows of left operands are `pitch` numbers apart, of right ones
-// `right_pitch` words.
+// `right_pitch` words. An operand of the product in front is not loaded again.
 template <class Work>
 [[gnu::always_inline]] inline void multiply_tiles(const TileFactors* factors, int count, long pitch, long right_pitch, int steps, float* to,
                                                   Work&& work) {
   begin_block();
-  for (int i = 0; i < count; ++i)
-    for (int step = 0; step < steps; ++step) {
-      load_left(factors[i], step, pitch);
-      load_right(factors[i], step, right_pitch);
+  for (int step = 0; step < steps; ++step)
+    for (int i = 0; i < count; ++i) {
+      if (i == 0 || factors[i].upper != factors[i - 1].upper) load_left(factors[i], step, pitch);
+      if (i == 0 || factors[i].right != factors[i - 1].right) load_right(factors[i], step, right_pitch);
       multiply_loaded(work);
     }
-  store_block(to);
-}
-// The same of two numbers that have two parts each, the greater ones first: all products but that of the lesser parts. What one product has
-// loaded the next one takes.
-template <class Work>
-[[gnu::always_inline]] inline void multiply_parts(const TileFactors (&parts)[2], long pitch, long right_pitch, int steps, float* to,
-                                                  Work&& work) {
-  begin_block();
-  for (int step = 0; step < steps; ++step) {
-    load_left(parts[0], step, pitch);
-    load_right(parts[1], step, right_pitch);
-    multiply_loaded(work);
-    load_right(parts[0], step, right_pitch);
-    multiply_loaded(work);
-    load_left(parts[1], step, pitch);
-    multiply_loaded(work);
-  }
   store_block(to);
 }
 
@@ -229,31 +212,52 @@ void load_chunk(const RecurrentParams& p, int begin, int count, int key_head, Ti
   ChunkScratch<PairProducts>& pairs = c.of_heads;
   const int rows = rounded_up(count, kBlock), dim = rounded_up(p.dim_k, 2 * kTile), words = dim / 2, steps = dim / (2 * kTile);
   for (int t = 0; t < rows; t += kTile) load_keys_and_queries(p, begin, count, key_head, t, dim, pairs);
-  for (int t = 0; t < rows; t += kLanes)
-    for (int w = 0; w < words; w += kLanes) {
-      Floats block[kLanes];
-      for (int r = 0; r < kLanes; ++r) block[r] = (Floats)_mm512_loadu_si512(pairs.k[t + r] + w);
-      transpose_lanes(block);
-      for (int r = 0; r < kLanes; ++r) {
-        const __m512i both = (__m512i)block[r];
-        _mm512_storeu_si512(pairs.channels[w + r] + t, both);
-        _mm256_storeu_si256((__m256i*)(c.channels[0][2 * (w + r)] + t), _mm512_cvtepi32_epi16(both));
-        _mm256_storeu_si256((__m256i*)(c.channels[0][2 * (w + r) + 1] + t), _mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16)));
-      }
+  const auto store_channels = [&](int t, int w) {
+    Floats block[kLanes];
+    for (int r = 0; r < kLanes; ++r) block[r] = (Floats)_mm512_loadu_si512(pairs.k[t + r] + w);
+    transpose_lanes(block);
+    for (int r = 0; r < kLanes; ++r) {
+      const __m512i both = (__m512i)block[r];
+      _mm512_storeu_si512(pairs.channels[w + r] + t, both);
+      _mm256_storeu_si256((__m256i*)(c.channels[0][2 * (w + r)] + t), _mm512_cvtepi32_epi16(both));
+      _mm256_storeu_si256((__m256i*)(c.channels[0][2 * (w + r) + 1] + t), _mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16)));
     }
-  float block[4 * kTileFloats];
-  for (int t = 0; t < rows; t += kTile)
+  };
+  for (int t = 0; t < kBlock; t += kLanes)
+    for (int w = 0; w < words; w += kLanes) store_channels(t, w);
+  // Keys by channel of the second 32 tokens are made beside products of the first.
+  int next_t = kBlock, next_w = 0;
+  const auto store_next = [&] {
+    if (next_t >= rows) return;
+    store_channels(next_t, next_w);
+    if ((next_w += kLanes) >= words) next_t += kLanes, next_w = 0;
+  };
+  const auto beside = [&](int product) __attribute__((always_inline)) {
+    if (product == 3) store_next();
+  };
+  // Blocks of 16 tokens' keys and queries, or without the delta rule of 32 tokens' queries.
+  const int block_rows = p.delta ? kTile : kBlock;
+  for (int t = 0; t < rows; t += block_rows) {
+    while (t == kBlock && next_t < rows) store_next();
+    const u32* const lower = pairs.q[t + block_rows - kTile];
+    const TileFactors factors = {reinterpret_cast<const u16*>(p.delta ? pairs.k[t] : pairs.q[t]), reinterpret_cast<const u16*>(lower),
+                                 pairs.channels[0]};
+    float(*const to_upper)[kTokenPitch] = (p.delta ? pairs.kk : pairs.qk) + t;
+    float(*const to_lower)[kTokenPitch] = pairs.qk + t + block_rows - kTile;
     for (int column = 0; column <= t; column += kBlock) {
-      const TileFactors factors = {reinterpret_cast<const u16*>(pairs.k[t]), reinterpret_cast<const u16*>(pairs.q[t]),
-                                   pairs.channels[0] + column};
-      multiply_tiles(&factors, 1, kKeyPitch, kTokenPitch, steps, block, NoWork());
-      for (int r = 0; r < kTile; ++r)
-        for (int half = 0; half < 2; ++half) {
-          const auto store = [&](Floats x, float* row) { store_vector<kF32>(x, kLanes, reinterpret_cast<char*>(row + half * kLanes)); };
-          store(of_block(block, r, half), pairs.kk[t + r] + column);
-          store(of_block(block, kTile + r, half), pairs.qk[t + r] + column);
-        }
+      begin_block();
+      for (int step = 0; step < steps; ++step) {
+        load_left(factors, step, kKeyPitch);
+        load_right({nullptr, nullptr, factors.right + column}, step, kTokenPitch);
+        multiply_loaded(beside);
+      }
+      TILE_STORE_ROWS(0, to_upper[0] + column, 4 * kTokenPitch);
+      TILE_STORE_ROWS(1, to_upper[0] + column + kTile, 4 * kTokenPitch);
+      TILE_STORE_ROWS(2, to_lower[0] + column, 4 * kTokenPitch);
+      TILE_STORE_ROWS(3, to_lower[0] + column + kTile, 4 * kTokenPitch);
+      TILE_FENCE();
     }
+  }
 }
 
 // T, whose rows are unit vectors plus those in front of them times -A, 16 columns and kRows rows at a time.

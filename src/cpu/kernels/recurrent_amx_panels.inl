@@ -27,7 +27,7 @@ template <bool of_keys, class Work>
                                       : reinterpret_cast<const u16*>(c.of_heads.q[t]);
     return TileFactors{rows, rows + kTile * kKeyPitch, c.state[0]};
   };
-  const TileFactors all[2] = {factors(0), factors(channels ? 1 : 0)};
+  const TileFactors all[2] = {factors(channels ? 1 : 0), factors(0)};
   multiply_tiles(all, channels ? 2 : 1, kKeyPitch, kColumns, steps, (of_keys ? c.of_keys : c.of_queries)[number], work);
 }
 
@@ -35,11 +35,12 @@ template <bool of_keys, class Work>
 template <class Work>
 [[gnu::always_inline]] inline void multiply_tokens(const u16 (&weights)[2][kRecurrentChunk][kTokenRow], const TokenPairs (&right)[2],
                                                    int number, float* to, Work&& work) {
-  const auto part = [&](int i) {
-    const u16* const rows = weights[i][number * kBlock];
-    return TileFactors{rows, rows + kTile * kTokenRow, right[i][0]};
+  const auto factors = [&](int of_weights, int of_right) {
+    const u16* const rows = weights[of_weights][number * kBlock];
+    return TileFactors{rows, rows + kTile * kTokenRow, right[of_right][0]};
   };
-  multiply_parts({part(0), part(1)}, kTokenRow, kColumns, number + 1, to, work);
+  const TileFactors all[3] = {factors(0, 1), factors(0, 0), factors(1, 0)};
+  multiply_tiles(all, 3, kTokenRow, kColumns, number + 1, to, work);
 }
 
 // A panel's values and outputs: rows of bf16, of which some columns are there.
