@@ -171,10 +171,10 @@ struct WorkBeside {
   }
 };
 
-// 16 columns of a row of a block.
-inline Floats of_block(const float* block, int row, int half) {
-  return load_floats(block + (row / kTile * 2 + half) * kTileFloats + row % kTile * kTile, kLanes);
-}
+// Where a row of a block begins: its columns from 16 on are a tile behind, and the next row of its tile 16 numbers.
+inline const float* row_of(const float* block, int row) { return block + row / kTile * 2 * kTileFloats + row % kTile * kTile; }
+inline Floats of_row(const float* row, int more, int half) { return load_floats(row + more * kTile + half * kTileFloats, kLanes); }
+inline Floats of_block(const float* block, int row, int half) { return of_row(row_of(block, row), 0, half); }
 
 // --- what does not depend on values
 

@@ -43,7 +43,8 @@ template <class Work>
   multiply_tiles(all, 3, kTokenRow, kColumns, number + 1, to, work);
 }
 
-// A panel's values and outputs: rows of bf16, of which some columns are there.
+// A panel's values and outputs: rows of bf16. Unless it is whole some columns, or some rows of the last block, are not there.
+template <bool whole>
 struct PanelRows {
   const char* values;
   char* outputs;
@@ -59,13 +60,16 @@ struct PanelRows {
         count(panel.count),
         there{of(panel.values), of(panel.values - kLanes)} {}
   static __mmask16 of(int values) { return values >= kLanes ? __mmask16(~0) : values > 0 ? __mmask16((1u << values) - 1) : __mmask16(0); }
+  __mmask16 mask(int t, int half) const { return whole ? __mmask16(~0) : t < count ? there[half] : __mmask16(0); }
   Floats value(int t, int half) const {
-    const __m256i codes = _mm256_maskz_loadu_epi16(t < count ? there[half] : __mmask16(0), values + t * values_stride + 2l * kLanes * half);
+    const char* const at = values + t * values_stride + 2l * kLanes * half;
+    const __m256i codes = whole ? _mm256_loadu_si256((const __m256i*)at) : _mm256_maskz_loadu_epi16(mask(t, half), at);
     return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(codes), 16);
   }
   void store(Floats x, int t, int half) const {
-    _mm256_mask_storeu_epi16(outputs + t * outputs_stride + 2l * kLanes * half, t < count ? there[half] : __mmask16(0),
-                             (__m256i)_mm512_cvtneps_pbh((__m512)x));
+    char* const at = outputs + t * outputs_stride + 2l * kLanes * half;
+    const __m256i codes = (__m256i)_mm512_cvtneps_pbh((__m512)x);
+    whole ? _mm256_storeu_si256((__m256i*)at, codes) : _mm256_mask_storeu_epi16(at, mask(t, half), codes);
   }
 };
 
@@ -81,46 +85,47 @@ template <bool delta>
 }
 
 // A panel, and what vectors make of it beside products: of blocks of tokens in pieces of two tokens and half of the panel's values.
-template <bool delta>
+template <bool delta, bool whole>
 struct PanelWork {
   const RecurrentParams& p;
-  const PanelRows rows;
+  const PanelRows<whole> rows;
   const ChunkWeights& w;
   TileScratch& c;
   const float skip;
   Floats nothing = {};  // stays zero while all is finite
 
-  // X, or without the delta rule what tokens write.
-  [[gnu::always_inline]] inline void make_x(int number, int piece, int more) {
-    const int row = piece + more / 2 * 2, t = number * kBlock + row, half = more % 2;
+  // Pieces of the rows of a block from `first` on: two rows, the first of which is `more` behind, and half of the panel's values. X, or
+  // without the delta rule what tokens write.
+  [[gnu::always_inline]] inline void make_x(int number, int first, int more, int half) {
+    const float* const row = row_of(c.of_keys[number], first);
+    const int t = number * kBlock + first;
     Floats x[2];
     for (int i = 0; i < 2; ++i) {
-      x[i] = rows.value(t + i, half) * w.values[t + i];
-      if (delta) x[i] -= of_block(c.of_keys[number], row + i, half) * w.known[t + i];
+      x[i] = rows.value(t + more + i, half) * w.values[t + more + i];
+      if (delta) x[i] -= of_row(row, more + i, half) * w.known[t + more + i];
     }
-    delta ? store(c.x, x, t, half) : store_written(x, t, half);
+    delta ? store(c.x, x, t + more, half) : store_written(x, t + more, half);
   }
   // With the delta rule, what tokens write.
-  [[gnu::always_inline]] inline void make_written(int number, int piece, int more) {
-    const int row = piece + more / 2 * 2, half = more % 2;
-    const Floats u[2] = {of_block(c.of_keys[number], row, half), of_block(c.of_keys[number], row + 1, half)};
-    store_written(u, number * kBlock + row, half);
+  [[gnu::always_inline]] inline void make_written(int number, int first, int more, int half) {
+    const float* const row = row_of(c.of_keys[number], first);
+    const Floats u[2] = {of_row(row, more, half), of_row(row, more + 1, half)};
+    store_written(u, number * kBlock + first + more, half);
   }
-  [[gnu::always_inline]] inline void make_outputs(int number, int piece, int more) {
-    const int row = piece + more / 2 * 2, half = more % 2;
+  [[gnu::always_inline]] inline void make_outputs(int number, int first, int more, int half) {
+    const float *const of_state = row_of(c.of_queries[number], first), *const of_tokens = row_of(c.of_written[number], first);
     for (int i = 0; i < 2; ++i) {
-      const int t = number * kBlock + row + i;
-      Floats y = of_block(c.of_queries[number], row + i, half) * w.outputs[t];
+      const int t = number * kBlock + first + more + i;
+      Floats y = of_row(of_state, more + i, half) * w.outputs[t];
       if (p.skip != nullptr) y += rows.value(t, half) * skip;
-      rows.store(y + of_block(c.of_written[number], row + i, half), t, half);
+      rows.store(y + of_row(of_tokens, more + i, half), t, half);
     }
   }
   // A row of the state from a block of what is added.
-  [[gnu::always_inline]] inline void update_row(float* state, int i, const float* block) const {
+  [[gnu::always_inline]] inline void update_row(float* state, int i, const float* row, int more) const {
     for (int half = 0; half < 2; ++half) {
-      float* const at = state + long(i) * kColumns + half * kLanes;
-      const Floats x = load_floats(at, kLanes) * w.decays[i] + of_block(block, i % kBlock, half);
-      store_vector<kF32>(x, kLanes, reinterpret_cast<char*>(at));
+      float* const at = state + long(i + more) * kColumns + half * kLanes;
+      store_vector<kF32>(load_floats(at, kLanes) * w.decays[i + more] + of_row(row, more, half), kLanes, reinterpret_cast<char*>(at));
     }
   }
   bool all_finite() const { return _mm512_cmp_ps_mask((__m512)nothing, _mm512_setzero_ps(), _CMP_NEQ_UQ) == 0; }
@@ -182,19 +187,19 @@ template <bool delta>
       store_for_state<delta>(w, load_floats(u[t] + i, kLanes), load_floats(u[t + 1] + i, kLanes), t, i / kLanes, c);
 }
 
-template <bool delta>
+template <bool delta, bool whole>
 void run_panel(const RecurrentParams& p, const ChunkPanel& panel, const ChunkWeights& w, TileScratch& c) {
   const bool channels = has_channel_decays(p);
   const int blocks = rounded_up(panel.count, kBlock) / kBlock, last = blocks - 1, dim = rounded_up(p.dim_k, kRows);
-  PanelWork<delta> work{p, PanelRows(p, panel), w, c, p.skip == nullptr ? 0.f : p.skip[panel.head]};
+  PanelWork<delta, whole> work{p, PanelRows<whole>(p, panel), w, c, p.skip == nullptr ? 0.f : p.skip[panel.head]};
   const auto x = [&](int number) {
-    return [&work, number ](int i, int more) __attribute__((always_inline)) { work.make_x(number, i, more); };
+    return [&work, number ](int i, int more) __attribute__((always_inline)) { work.make_x(number, i, more / 2 * 2, more % 2); };
   };
   const auto written = [&](int number) {
-    return [&work, number ](int i, int more) __attribute__((always_inline)) { work.make_written(number, i, more); };
+    return [&work, number ](int i, int more) __attribute__((always_inline)) { work.make_written(number, i, more / 2 * 2, more % 2); };
   };
   const auto outputs = [&](int number) {
-    return [&work, number ](int i, int more) __attribute__((always_inline)) { work.make_outputs(number, i, more); };
+    return [&work, number ](int i, int more) __attribute__((always_inline)) { work.make_outputs(number, i, more / 2 * 2, more % 2); };
   };
   store_state(panel.state, dim, c);
   if constexpr (delta) {
@@ -244,16 +249,20 @@ void run_panel(const RecurrentParams& p, const ChunkPanel& panel, const ChunkWei
   add_written(0, first);
   for (int i = kBlock; i < dim; i += kBlock) {
     const float* const before = block_of(i - kBlock);
-    const auto piece = [&](int r, int more) __attribute__((always_inline)) { work.update_row(panel.state, i - kBlock + r + more, before); };
+    const auto piece = [&](int r, int more) __attribute__((always_inline)) {
+      work.update_row(panel.state, i - kBlock + r, row_of(before, r), more);
+    };
     WorkBeside<4, decltype(piece)> beside{piece};
     add_written(i, beside);
   }
   const int done = (dim - 1) / kBlock * kBlock;
-  for (int i = done; i < dim; ++i) work.update_row(panel.state, i, block_of(done));
+  for (int i = done; i < dim; ++i) work.update_row(panel.state, i, row_of(block_of(done), i - done), 0);
 }
 void run_panel(const RecurrentParams& p, const ChunkPanel& panel, TileScratch& c) {
   const ChunkWeights& w = has_channel_decays(p) ? c.of_channels.weights : c.of_heads.weights;
-  p.delta ? run_panel<true>(p, panel, w, c) : run_panel<false>(p, panel, w, c);
+  const bool whole = panel.values == kColumns && panel.count % kBlock == 0;
+  if (p.delta) return whole ? run_panel<true, true>(p, panel, w, c) : run_panel<true, false>(p, panel, w, c);
+  whole ? run_panel<false, true>(p, panel, w, c) : run_panel<false, false>(p, panel, w, c);
 }
 
 }  // namespace
