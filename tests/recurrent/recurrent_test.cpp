@@ -112,6 +112,37 @@ TEST(Recurrent, TilesAreAsExactAsVectors) {
   }
 }
 
+// A value that is no number, or infinite, is seen in its own column from its token on and nowhere else: matrices of chunks, which have
+// zeros for tokens to come, are not multiplied by it.
+TEST(Recurrent, AnInfiniteValueDoesNotReachEarlierTokens) {
+  constexpr int kToken = 20, kTokens = 70, kColumn = 3;
+  for (const CpuIsa isa : {CpuIsa::avx512, CpuIsa::avx512_bf16, CpuIsa::amx_emulated, CpuIsa::amx}) {
+    if (!cpu_features().missing(isa).empty()) continue;
+    DeviceInfo device = probe_cpu();
+    device.isa = isa;
+    for (const char* layer : {"gdn", "mamba2", "kda"})
+      for (const double value : {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
+        const RecurrentSpec spec = recurrent_layer(layer);
+        RecurrentCaseInputs in = make_inputs({.name = "infinite", .spec = spec, .requests = {{kTokens, 5}}});
+        const auto run = [&] { return run_case(*find_backend<RecurrentFamily>("cpu_avx512"), device, in, {}).out; };
+        const std::vector<float> clean = run();
+        const int64_t values = spec.head_dim_v, row = spec.num_v_heads * values;
+        in.v.set(kToken * row + kColumn, value);
+        const std::vector<float> result = run();
+        for (size_t i = 0; i < clean.size(); ++i) {
+          const int64_t token = int64_t(i) / row, column = int64_t(i) % row;
+          if (column == kColumn && token >= kToken) {
+            ASSERT_FALSE(std::isfinite(result[i])) << layer << " on " << to_string(isa) << ", token " << token;
+          } else if (column >= values) {
+            ASSERT_EQ(result[i], clean[i]) << layer << " on " << to_string(isa) << ", token " << token << ", " << column;
+          } else {
+            ASSERT_NEAR(result[i], clean[i], 0.01 * (1 + std::abs(clean[i]))) << layer << " on " << to_string(isa) << ", token " << token;
+          }
+        }
+      }
+  }
+}
+
 TEST(Recurrent, WrongTensorsAreRefused) {
   RecurrentSpec spec = recurrent_layer("gdn");
   spec.num_drafts = 1;

@@ -26,6 +26,9 @@ inline void tiles_release() {
   for (int r = 0; r < tiles.rows[t]; ++r) __builtin_memcpy(tiles.tile[t] + 16 * r, p + r * pitch, 64);
 }
 [[gnu::noinline]] void tile_store(int t, void* p) { __builtin_memcpy(p, tiles.tile[t], 64ul * tiles.rows[t]); }
+[[maybe_unused, gnu::noinline]] void tile_store_rows(int t, void* p, long pitch) {
+  for (int r = 0; r < tiles.rows[t]; ++r) __builtin_memcpy(static_cast<char*>(p) + r * pitch, tiles.tile[t] + 16 * r, 64);
+}
 
 // TDPBF16PS: even and odd halves of the pairs are summed separately over the tile, then joined, then added; subnormals count as zero
 // on the unit, which is not emulated.
@@ -54,6 +57,7 @@ inline void tiles_release() {
 #define TILE_STREAM(t, p) TILE_LOAD(t, p)
 #define TILE_STREAM_ROWS(t, p, pitch) tile_load(t, (const char*)(p), pitch)
 #define TILE_STORE(t, p) tile_store(t, p)
+#define TILE_STORE_ROWS(t, p, pitch) tile_store_rows(t, p, pitch)
 #define TILE_DOT(c, a, b) tile_dot(c, a, b)
 #define TILE_GAP() static_cast<void>(0)
 #define TILE_FENCE() asm volatile("" ::: "memory")

@@ -33,6 +33,7 @@ inline void tiles_release() { _tile_release(); }
 #define TILE_STREAM(t, p) _tile_stream_loadd(t, (const void*)(p), 64)                 // for data that will not be used again soon
 #define TILE_STREAM_ROWS(t, p, pitch) _tile_stream_loadd(t, (const void*)(p), pitch)  // whose rows are `pitch` bytes apart
 #define TILE_STORE(t, p) _tile_stored(t, (void*)(p), 64)
+#define TILE_STORE_ROWS(t, p, pitch) _tile_stored(t, (void*)(p), pitch)
 #define TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)  // c += a * b, pairs of bf16
 // Behind each tile operation of a loop. While the core's other thread works, tile operations with fewer than about six operations between
 // them wait for one another: a product with its load takes 28 ns then, and 18 with this behind both (docs/kernels/cpu_amx.md).

@@ -1,10 +1,12 @@
 // Prompts of recurrent layers in chunks, with products of bf16 in AMX tiles; included by recurrent_amx.cpp (hardware) and
 // recurrent_amx_emulated.cpp (tiles in memory, for tests). recurrent_chunks.inl has the formulas, docs/kernels/recurrent.md the schedule.
 //
+// With T the inverse of 1 + A, what tokens write is T X: a product, whatever the number of tokens, instead of a substitution.
+//
 // Of keys, queries and states products are those of PairProducts: keys and queries are what was given, a state is rounded once a chunk.
-// All other factors are sums of several numbers of bf16, whose products are made one after the other: P, A, what tokens write, and keys and
-// queries with decays of channels of two, which is a float but for 2^-17 of it; and without the delta rule what is written to the state of
-// three, which is all of a float. With the delta rule that is rounded, as PairProducts have it.
+// All other factors are sums of several numbers of bf16, whose products are made one after the other: T, P, X, what tokens write, and keys
+// and queries with decays of channels of two, which is a float but for 2^-17 of it; and without the delta rule what is written to the state
+// of three, which is all of a float. With the delta rule that is rounded, as PairProducts have it.
 #include <immintrin.h>
 
 // clang-format off
@@ -25,7 +27,7 @@ namespace {
 
 constexpr int kTile = 16, kTileFloats = kTile * kTile, kBlock = 2 * kTile;  // a block of sums: two tiles by two, one behind the other
 constexpr int kTokenRow = kRecurrentChunk + 32;                             // numbers of a row of tokens; not of 2^n bytes
-constexpr int kMostParts = 3;
+constexpr int kMostParts = 3, kTokenBlocks = kRecurrentChunk / kBlock;
 
 // Right operands of whole chunks: two tokens of a value a word.
 typedef u32 TokenPairs[kRecurrentChunk / 2][kColumns];
@@ -37,15 +39,18 @@ struct TileScratch {
     ChunkScratch<PairProducts> of_heads;
     ChunkScratch<FloatProducts> of_channels;
   };
-  // Left operands: with decays of channels, tokens' keys and queries; keys by channel; and -A and P below the diagonal's tiles, zeros
-  // elsewhere. Each of so many parts.
+  // Left operands: with decays of channels, tokens' keys and queries; keys by channel; T and P, zeros above the diagonal's tiles. Each of
+  // so many parts.
   u16 keys[2][kRecurrentChunk][kKeyPitch], queries[2][kRecurrentChunk][kKeyPitch];
   u16 channels[2][kRecurrentDim][kTokenRow];
-  u16 a[2][kRecurrentChunk][kTokenRow], p[2][kRecurrentChunk][kTokenRow];
-  // Right operands: the state, two channels a word, what tokens have written, and what that is for the state.
+  u16 t[2][kRecurrentChunk][kTokenRow], p[2][kRecurrentChunk][kTokenRow];
+  // Right operands: the state, two channels a word, X, what tokens write, and what that is for the state.
   u32 state[kRecurrentDim / 2][kColumns];
-  TokenPairs u[2], written[kMostParts];
-  float of_keys[4 * kTileFloats], of_queries[4 * kTileFloats], of_earlier[4 * kTileFloats];
+  TokenPairs x[2], u[2], written[kMostParts];
+  float inverse[kRecurrentChunk][kTokenPitch];  // T
+  // Blocks of sums, of 32 tokens each: keys with the state, and then T X; queries with the state; P with what tokens write, and then 32
+  // channels of what is added to the state.
+  float of_keys[kTokenBlocks][4 * kTileFloats], of_queries[kTokenBlocks][4 * kTileFloats], of_written[2][4 * kTileFloats];
 
   static long bytes() {
     constexpr long kLine = 64;
@@ -77,7 +82,8 @@ inline void store_parts(Floats x, u16 (&to)[parts][rows][pitch], int row, int co
   for (int part = 0; part < parts; ++part) _mm256_storeu_si256((__m256i*)(to[part][row] + column), take_part(x));
 }
 // Two tokens' numbers of 16 values.
-inline void store_token_pairs(Floats first, Floats second, TokenPairs* to, int parts, int pair, int column) {
+template <int pitch>
+inline void store_token_pairs(Floats first, Floats second, u32 (*to)[kRecurrentChunk / 2][pitch], int parts, int pair, int column) {
   for (int part = 0; part < parts; ++part) {
     const __m512i pairs = PairProducts::pairs_of(first, second);
     _mm512_storeu_si512(to[part][pair] + column, pairs);
@@ -92,102 +98,216 @@ struct TileFactors {
   const u16 *upper, *lower;
   const u32* right;
 };
-// The sums of some products to a block, `steps` times 32 numbers each: rows of left operands are `pitch` numbers apart, of right ones
-// `right_pitch` words.
-inline void multiply_tiles(const TileFactors* factors, int count, long pitch, long right_pitch, int steps, float* to) {
+[[gnu::always_inline]] inline void begin_block() {
   TILE_FENCE();
   TILE_ZERO(0);
   TILE_ZERO(1);
   TILE_ZERO(2);
   TILE_ZERO(3);
-  for (int i = 0; i < count; ++i) {
-    for (int step = 0; step < steps; ++step) {
-      const u32* const right = factors[i].right + step * kTile * right_pitch;
-      TILE_LOAD_ROWS(4, factors[i].upper + 2 * kTile * step, 2 * pitch);
-      TILE_LOAD_ROWS(6, right, 4 * right_pitch);
-      TILE_DOT(0, 4, 6);
-      TILE_LOAD_ROWS(7, right + kTile, 4 * right_pitch);
-      TILE_DOT(1, 4, 7);
-      TILE_LOAD_ROWS(5, factors[i].lower + 2 * kTile * step, 2 * pitch);
-      TILE_DOT(2, 5, 6);
-      TILE_DOT(3, 5, 7);
-    }
-  }
+}
+[[gnu::always_inline]] inline void store_block(float* to) {
   TILE_STORE(0, to);
   TILE_STORE(1, to + kTileFloats);
   TILE_STORE(2, to + 2 * kTileFloats);
   TILE_STORE(3, to + 3 * kTileFloats);
   TILE_FENCE();
 }
-// 16 columns of a row of a block.
-inline Floats of_block(const float* block, int row, int half) {
-  return load_floats(block + (row / kTile * 2 + half) * kTileFloats + row % kTile * kTile, kLanes);
+// Left and right operands of two tiles each, and their four products, each followed by a part of what vectors do meanwhile.
+[[gnu::always_inline]] inline void load_left(const TileFactors& factors, int step, long pitch) {
+  TILE_LOAD_ROWS(4, factors.upper + 2 * kTile * step, 2 * pitch);
+  TILE_LOAD_ROWS(5, factors.lower + 2 * kTile * step, 2 * pitch);
 }
+[[gnu::always_inline]] inline void load_right(const TileFactors& factors, int step, long pitch) {
+  const u32* const right = factors.right + step * kTile * pitch;
+  TILE_LOAD_ROWS(6, right, 4 * pitch);
+  TILE_LOAD_ROWS(7, right + kTile, 4 * pitch);
+}
+template <class Work>
+[[gnu::always_inline]] inline void multiply_loaded(Work& work) {
+  TILE_DOT(0, 4, 6);
+  work(0);
+  TILE_DOT(1, 4, 7);
+  work(1);
+  TILE_DOT(2, 5, 6);
+  work(2);
+  TILE_DOT(3, 5, 7);
+  work(3);
+}
+struct NoWork {
+  void operator()(int) const {}
+};
+
+// The sums of some products to a block, `steps` times 32 numbers each: rows of left operands are `pitch` numbers apart, of right ones
+// `right_pitch` words. An operand of the product in front is not loaded again.
+template <class Work>
+[[gnu::always_inline]] inline void multiply_tiles(const TileFactors* factors, int count, long pitch, long right_pitch, int steps, float* to,
+                                                  Work&& work) {
+  begin_block();
+  for (int step = 0; step < steps; ++step)
+    for (int i = 0; i < count; ++i) {
+      if (i == 0 || factors[i].upper != factors[i - 1].upper) load_left(factors[i], step, pitch);
+      if (i == 0 || factors[i].right != factors[i - 1].right) load_right(factors[i], step, right_pitch);
+      multiply_loaded(work);
+    }
+  store_block(to);
+}
+
+// Work that is done beside products, `each` pieces behind each of them until all are done. A piece is told what multiple of four products'
+// pieces it is behind, and its number from there on, which the compiler knows. Pieces are even in number.
+template <int each, class Piece>
+struct WorkBeside {
+  const Piece piece;
+  const int pieces = kBlock;
+  int next = 0;
+
+  [[gnu::always_inline]] inline void operator()(int product) {
+    if (next < pieces)
+      for (int i = 0; i < each; ++i) piece(next, product * each + i);
+    if (product == 3) next += 4 * each;
+  }
+  // What is left.
+  [[gnu::always_inline]] inline void end() {
+    for (; next < pieces; next += 2) piece(next, 0), piece(next, 1);
+  }
+};
+
+// Where a row of a block begins: its columns from 16 on are a tile behind, and the next row of its tile 16 numbers.
+inline const float* row_of(const float* block, int row) { return block + row / kTile * 2 * kTileFloats + row % kTile * kTile; }
+inline Floats of_row(const float* row, int more, int half) { return load_floats(row + more * kTile + half * kTileFloats, kLanes); }
+inline Floats of_block(const float* block, int row, int half) { return of_row(row_of(block, row), 0, half); }
 
 // --- what does not depend on values
 
-// Of keys and queries of rows [begin, begin + kBlock) with the state.
-inline void multiply_state(const RecurrentParams& p, TileScratch& c, int begin) {
-  const int steps = rounded_up(p.dim_k, 2 * kTile) / (2 * kTile);
-  const bool channels = has_channel_decays(p);
-  const auto multiply = [&](const u16* rows, const u16* rest, float* to) {
-    const TileFactors factors[2] = {{rows, rows + kTile * kKeyPitch, c.state[0]}, {rest, rest + kTile * kKeyPitch, c.state[0]}};
-    multiply_tiles(factors, channels ? 2 : 1, kKeyPitch, kColumns, steps, to);
+// 16 tokens' keys and queries as they are, zeros behind the last token and the last channel, and their norms: sums of squares are of
+// products of bf16, a vector of 16 sums a token, which are added up for all of them at once.
+inline void load_keys_and_queries(const RecurrentParams& p, int begin, int count, int key_head, int t, int dim,
+                                  ChunkScratch<PairProducts>& c) {
+  const auto load = [&](const char* from, long stride, u32(&to)[kRecurrentChunk][kKeyPitch / 2], float* norms, float scale) {
+    Floats squares[kTile];
+    for (int r = 0; r < kTile; ++r) {
+      squares[r] = Floats{};
+      for (int i = 0; i < dim; i += 2 * kLanes) {
+        const int there = t + r < count ? p.dim_k - i : 0;
+        const u32 mask = there >= 2 * kLanes ? ~0u : there > 0 ? (1u << there) - 1 : 0u;
+        const __m512i codes = _mm512_maskz_loadu_epi16(mask, from + (begin + t + r) * stride + 2l * i);
+        _mm512_storeu_si512(to[t + r] + i / 2, codes);
+        squares[r] = PairProducts::add(squares[r], codes, codes);
+      }
+    }
+    Floats factors = Floats{} + scale;
+    if (p.qk_norm) {
+      transpose_lanes(squares);
+      for (int step = kTile / 2; step > 0; step /= 2)
+        for (int r = 0; r < step; ++r) squares[r] += squares[r + step];
+      factors /= (Floats)_mm512_sqrt_ps((__m512)(squares[0] + 1e-6f));
+    }
+    store_vector<kF32>(factors, kLanes, reinterpret_cast<char*>(norms + t));
   };
-  const auto rows_of = [&](u16(&parts)[2][kRecurrentChunk][kKeyPitch], u32(&words)[kRecurrentChunk][kKeyPitch / 2], int part) {
-    return channels ? parts[part][begin] : reinterpret_cast<const u16*>(words[begin]);
-  };
-  if (p.delta) multiply(rows_of(c.keys, c.of_heads.k, 0), rows_of(c.keys, c.of_heads.k, 1), c.of_keys);
-  multiply(rows_of(c.queries, c.of_heads.q, 0), rows_of(c.queries, c.of_heads.q, 1), c.of_queries);
+  load(p.k + key_head * p.k_head_stride, p.k_token_stride, c.k, c.k_norms, 1.f);
+  load(p.q + key_head * p.q_head_stride, p.q_token_stride, c.q, c.q_norms, p.scale);
 }
 
 // Keys and queries of a key head, and their products with keys up to their own, where heads have one decay.
 void load_chunk(const RecurrentParams& p, int begin, int count, int key_head, TileScratch& c) {
   ChunkScratch<PairProducts>& pairs = c.of_heads;
   const int rows = rounded_up(count, kBlock), dim = rounded_up(p.dim_k, 2 * kTile), words = dim / 2, steps = dim / (2 * kTile);
-  for (int t = 0; t < rows; ++t) {
-    load_key_and_query(p, begin + t, t < count ? p.dim_k : 0, dim, key_head, t, pairs);
-  }
-  for (int t = 0; t < rows; t += kLanes)
-    for (int w = 0; w < words; w += kLanes) {
-      Floats block[kLanes];
-      for (int r = 0; r < kLanes; ++r) block[r] = (Floats)_mm512_loadu_si512(pairs.k[t + r] + w);
-      transpose_lanes(block);
-      for (int r = 0; r < kLanes; ++r) {
-        const __m512i both = (__m512i)block[r];
-        _mm512_storeu_si512(pairs.channels[w + r] + t, both);
-        _mm256_storeu_si256((__m256i*)(c.channels[0][2 * (w + r)] + t), _mm512_cvtepi32_epi16(both));
-        _mm256_storeu_si256((__m256i*)(c.channels[0][2 * (w + r) + 1] + t), _mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16)));
-      }
+  for (int t = 0; t < rows; t += kTile) load_keys_and_queries(p, begin, count, key_head, t, dim, pairs);
+  const auto store_channels = [&](int t, int w) {
+    Floats block[kLanes];
+    for (int r = 0; r < kLanes; ++r) block[r] = (Floats)_mm512_loadu_si512(pairs.k[t + r] + w);
+    transpose_lanes(block);
+    for (int r = 0; r < kLanes; ++r) {
+      const __m512i both = (__m512i)block[r];
+      _mm512_storeu_si512(pairs.channels[w + r] + t, both);
+      _mm256_storeu_si256((__m256i*)(c.channels[0][2 * (w + r)] + t), _mm512_cvtepi32_epi16(both));
+      _mm256_storeu_si256((__m256i*)(c.channels[0][2 * (w + r) + 1] + t), _mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16)));
     }
-  float block[4 * kTileFloats];
-  for (int t = 0; t < rows; t += kTile)
+  };
+  for (int t = 0; t < kBlock; t += kLanes)
+    for (int w = 0; w < words; w += kLanes) store_channels(t, w);
+  // Keys by channel of the second 32 tokens are made beside products of the first.
+  int next_t = kBlock, next_w = 0;
+  const auto store_next = [&] {
+    if (next_t >= rows) return;
+    store_channels(next_t, next_w);
+    if ((next_w += kLanes) >= words) next_t += kLanes, next_w = 0;
+  };
+  const auto beside = [&](int product) __attribute__((always_inline)) {
+    if (product == 3) store_next();
+  };
+  // Blocks of 16 tokens' keys and queries, or without the delta rule of 32 tokens' queries.
+  const int block_rows = p.delta ? kTile : kBlock;
+  for (int t = 0; t < rows; t += block_rows) {
+    while (t == kBlock && next_t < rows) store_next();
+    const u32* const lower = pairs.q[t + block_rows - kTile];
+    const TileFactors factors = {reinterpret_cast<const u16*>(p.delta ? pairs.k[t] : pairs.q[t]), reinterpret_cast<const u16*>(lower),
+                                 pairs.channels[0]};
+    float(*const to_upper)[kTokenPitch] = (p.delta ? pairs.kk : pairs.qk) + t;
+    float(*const to_lower)[kTokenPitch] = pairs.qk + t + block_rows - kTile;
     for (int column = 0; column <= t; column += kBlock) {
-      const TileFactors factors = {reinterpret_cast<const u16*>(pairs.k[t]), reinterpret_cast<const u16*>(pairs.q[t]),
-                                   pairs.channels[0] + column};
-      multiply_tiles(&factors, 1, kKeyPitch, kTokenPitch, steps, block);
-      for (int r = 0; r < kTile; ++r)
-        for (int half = 0; half < 2; ++half) {
-          const auto store = [&](Floats x, float* row) { store_vector<kF32>(x, kLanes, reinterpret_cast<char*>(row + half * kLanes)); };
-          store(of_block(block, r, half), pairs.kk[t + r] + column);
-          store(of_block(block, kTile + r, half), pairs.qk[t + r] + column);
-        }
+      begin_block();
+      for (int step = 0; step < steps; ++step) {
+        load_left(factors, step, kKeyPitch);
+        load_right({nullptr, nullptr, factors.right + column}, step, kTokenPitch);
+        multiply_loaded(beside);
+      }
+      TILE_STORE_ROWS(0, to_upper[0] + column, 4 * kTokenPitch);
+      TILE_STORE_ROWS(1, to_upper[0] + column + kTile, 4 * kTokenPitch);
+      TILE_STORE_ROWS(2, to_lower[0] + column, 4 * kTokenPitch);
+      TILE_STORE_ROWS(3, to_lower[0] + column + kTile, 4 * kTokenPitch);
+      TILE_FENCE();
+    }
+  }
+}
+
+// T, whose rows are unit vectors plus those in front of them times -A, 16 columns and kRows rows at a time.
+inline void invert(const ChunkWeights& w, int rows, float (&inverse)[kRecurrentChunk][kTokenPitch]) {
+  for (int column = 0; column < rows; column += kLanes)
+    for (int t = column; t < rows; t += kRows) {
+      Floats x[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        const int own = t - column + r;
+        x[r] = (Floats)_mm512_maskz_mov_ps(own < kLanes ? __mmask16(1u << own) : __mmask16(0), _mm512_set1_ps(1.f));
+      }
+      for (int j = column; j < t; ++j) {
+        const Floats earlier = load_floats(inverse[j] + column, kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) x[r] += earlier * w.a[t + r][j];
+      }
+#pragma GCC unroll 8
+      for (int j = 0; j < kRows - 1; ++j)
+#pragma GCC unroll 8
+        for (int r = j + 1; r < kRows; ++r) x[r] += x[j] * w.a[t + r][t + j];
+      for (int r = 0; r < kRows; ++r) store_vector<kF32>(x[r], kLanes, reinterpret_cast<char*>(inverse[t + r] + column));
     }
 }
 
-// Below the diagonal's tiles -A and P become left operands. Of the others nothing is multiplied: what is no number in a later token does
-// not reach earlier ones.
-inline void store_weights(const ChunkWeights& w, bool delta, int rows, TileScratch& c) {
-  for (int t = kTile; t < rows; ++t)
-    for (int column = 0; column < rounded_up(t / kTile * kTile, 2 * kTile); column += kLanes) {
-      const bool below = column < t / kTile * kTile;
-      store_parts(below ? load_floats(w.p[t] + column, kLanes) : Floats{}, c.p, t, column);
-      store_parts(below && delta ? load_floats(w.a[t] + column, kLanes) : Floats{}, c.a, t, column);
+// Left operands of rows and columns of a matrix, of two parts; nothing is read of what is above the diagonal.
+template <int pitch>
+inline void store_lower(const float (&from)[kRecurrentChunk][pitch], int rows, u16 (&to)[2][kRecurrentChunk][kTokenRow]) {
+  for (int t = 0; t < rows; ++t)
+    for (int column = 0; column <= t; column += kLanes) {
+      const int own = t - column;
+      const __mmask16 there = own < kLanes ? __mmask16((2u << own) - 1) : __mmask16(~0);
+      store_parts((Floats)_mm512_maskz_loadu_ps(there, from[t] + column), to, t, column);
     }
+}
+
+// P and T as operands. Rows behind the last token are zeros, of T unit vectors.
+inline void store_weights(ChunkWeights& w, bool delta, int count, TileScratch& c) {
+  const int rows = rounded_up(count, kBlock);
+  for (int t = rounded_up(count, kRows); t < rows; ++t) {
+    for (int i = 0; i < kRecurrentChunk; ++i) w.p[t][i] = w.a[t][i] = 0.f;
+    w.known[t] = w.values[t] = w.outputs[t] = w.written[t] = 0.f;
+  }
+  store_lower(w.p, rows, c.p);
+  if (!delta) return;
+  invert(w, rows, c.inverse);
+  store_lower(c.inverse, rows, c.t);
 }
 void make_weights(const RecurrentParams& p, int begin, int count, int head, TileScratch& c) {
   make_weights(p, begin, count, head, c.of_heads);
-  store_weights(c.of_heads.weights, p.delta, rounded_up(count, kRows), c);
+  store_weights(c.of_heads.weights, p.delta, count, c);
 }
 void make_channel_weights(const RecurrentParams& p, int begin, int count, int head, TileScratch& c) {
   ChunkScratch<FloatProducts>& floats = c.of_channels;
@@ -205,104 +325,33 @@ void make_channel_weights(const RecurrentParams& p, int begin, int count, int he
       const int there = i < dim ? rows - t : 0;
       store_parts(there <= 0 ? Floats{} : load_floats(floats.channels[i] + t, there < kLanes ? there : kLanes), c.channels, i, t);
     }
-  store_weights(floats.weights, p.delta, rows, c);
+  store_weights(floats.weights, p.delta, count, c);
 }
 
-// --- panels
-
-inline void store_state(const float* state, int dim, TileScratch& c) {
-  for (int i = 0; i < rounded_up(dim, 2 * kTile) / 2; ++i)
-    for (int half = 0; half < kColumns; half += kLanes) {
-      const float* const from = state + 2l * i * kColumns + half;
-      const bool there = 2 * i < dim;
-      PairProducts::store_pairs(c.state[i] + half, there ? load_floats(from, kLanes) : Floats{},
-                                there ? load_floats(from + kColumns, kLanes) : Floats{});
-    }
-}
-
-// What tokens [t, t + kRows) write, and their outputs; c has what those in front of their tile have written.
-void run_rows(const RecurrentParams& p, const ChunkPanel& panel, int t, const ChunkWeights& w, float (&u)[kRecurrentChunk][kColumns],
-              const TileScratch& c) {
-  const int there = panel.count - t < kRows ? panel.count - t : kRows, first = t / kTile * kTile, row = t % kBlock;
-  const long size = element_size(p.type);
-  const float skip = p.skip == nullptr ? 0.f : p.skip[panel.head];
-  float given[kRows][kColumns], out[kRows][kColumns];
-  load_values(p, panel, t, there, given);
-  Sums x;
-  for (int r = 0; r < kRows; ++r)
-    for (int i = 0; i < 2; ++i) {
-      x.of[r][i] = load_floats(given[r] + i * kLanes, kLanes) * w.values[t + r];
-      if (p.delta) x.of[r][i] -= of_block(c.of_keys, row + r, i) * w.known[t + r];
-      if (p.delta && first > 0) x.of[r][i] += of_block(c.of_earlier, t - first + r, i);
-    }
-  if (p.delta) {
-    add_products<FloatProducts, kTokenPitch, 1, kColumns>(x, w.a[t] + first, u[first], t - first);
-    substitute(x, w, t);
-  }
-  store_sums(x, u[t]);
-  Sums y;
-  for (int r = 0; r < kRows; ++r)
-    for (int i = 0; i < 2; ++i) {
-      y.of[r][i] = of_block(c.of_queries, row + r, i) * w.outputs[t + r];
-      if (p.skip != nullptr) y.of[r][i] += load_floats(given[r] + i * kLanes, kLanes) * skip;
-      if (first > 0) y.of[r][i] += of_block(c.of_earlier, kTile + t - first + r, i);
-    }
-  add_products<FloatProducts, kTokenPitch, 1, kColumns>(y, w.p[t] + first, u[first], t - first);
-  add_own(y, w, t, u + t);
-  store_sums(y, out[0]);
-  for (int r = 0; r < there; ++r) {
-    char* const to = p.out + (panel.begin + t + r) * p.out_token_stride + panel.head * p.out_head_stride + panel.first * size;
-    store_value_row(to, p.type, panel.values, out[r]);
-  }
-}
-
-void run_panel(const RecurrentParams& p, const ChunkPanel& panel, TileScratch& c) {
-  const bool channels = has_channel_decays(p);
-  const ChunkWeights& w = channels ? c.of_channels.weights : c.of_heads.weights;
-  float(&u)[kRecurrentChunk][kColumns] = channels ? c.of_channels.u : c.of_heads.u;
-  const int rows = rounded_up(panel.count, kRows), columns = rounded_up(panel.count, kBlock), dim = rounded_up(p.dim_k, kRows);
-  store_state(panel.state, dim, c);
-  __builtin_memset(c.u, 0, sizeof c.u);
-  for (int t = 0; t < rows; t += kTile) {
-    if (t % kBlock == 0) multiply_state(p, c, t);
-    if (t > 0) {
-      const auto factors = [&](int of_weights, int of_written) {
-        return TileFactors{p.delta ? c.a[of_weights][t] : c.p[of_weights][t], c.p[of_weights][t], c.u[of_written][0]};
-      };
-      const TileFactors all[3] = {factors(1, 0), factors(0, 1), factors(0, 0)};
-      multiply_tiles(all, 3, kTokenRow, kColumns, rounded_up(t, 2 * kTile) / (2 * kTile), c.of_earlier);
-    }
-    for (int eight = t; eight < t + kTile && eight < rows; eight += kRows) run_rows(p, panel, eight, w, u, c);
-    for (int i = t; i < t + kTile && i < rows; i += 2)
-      for (int half = 0; half < kColumns; half += kLanes)
-        store_token_pairs(load_floats(u[i] + half, kLanes), load_floats(u[i + 1] + half, kLanes), c.u, 2, i / 2, half);
-  }
-  const int parts = p.delta ? 1 : kMostParts;
-  for (int t = 0; t < columns; t += 2)
-    for (int half = 0; half < kColumns; half += kLanes) {
-      const auto written = [&](int i) { return i < rows ? load_floats(u[i] + half, kLanes) * w.written[i] : Floats{}; };
-      store_token_pairs(written(t), written(t + 1), c.written, parts, t / 2, half);
-    }
-  // Least products first.
-  TileFactors factors[2 * kMostParts];
-  float block[4 * kTileFloats];
-  for (int i = 0; i < dim; i += kBlock) {
-    int count = 0;
-    for (int of_keys = channels ? 1 : 0; of_keys >= 0; --of_keys)
-      for (int part = parts - 1; part >= 0; --part)
-        factors[count++] = {c.channels[of_keys][i], c.channels[of_keys][i + kTile], c.written[part][0]};
-    multiply_tiles(factors, count, kTokenRow, kColumns, columns / (2 * kTile), block);
-    for (int r = 0; r < kBlock && i + r < dim; ++r)
-      for (int half = 0; half < 2; ++half) {
-        float* const at = panel.state + long(i + r) * kColumns + half * kLanes;
-        store_vector<kF32>(load_floats(at, kLanes) * w.decays[i + r] + of_block(block, r, half), kLanes, reinterpret_cast<char*>(at));
+// Clears what is above the diagonal's tiles and multiplied, where nothing is written.
+void clear_above(TileScratch& c) {
+  for (int part = 0; part < 2; ++part)
+    for (int t = 0; t < kRecurrentChunk; t += kBlock)
+      for (int r = 0; r < kTile; ++r) {
+        _mm256_storeu_si256((__m256i*)(c.t[part][t + r] + t + kTile), __m256i{});
+        _mm256_storeu_si256((__m256i*)(c.p[part][t + r] + t + kTile), __m256i{});
       }
-  }
 }
+
+}  // namespace
+}  // namespace imbrex::cpu
+
+// clang-format off
+#include "cpu/kernels/recurrent_amx_panels.inl"
+// clang-format on
+
+namespace imbrex::cpu {
+namespace {
 
 void run_tile_chunks(const RecurrentParams& p, const RecurrentItem& item, int head_begin, int head_end, int v_begin, int v_end,
                      char* scratch) {
   tiles_shape(kTile);
+  clear_above(*reinterpret_cast<TileScratch*>(scratch));
   run_recurrent_chunks<TileScratch>(p, item, head_begin, head_end, v_begin, v_end, scratch);
   tiles_release();
 }

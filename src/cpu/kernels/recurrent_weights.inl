@@ -191,7 +191,8 @@ inline void load_tokens(const char* p, long stride, int type, int count, Floats 
 template <class Products>
 void make_weights(const RecurrentParams& p, int begin, int count, int head, ChunkScratch<Products>& c) {
   ChunkWeights& w = c.weights;
-  Floats factors[kTokenVectors], steps[kTokenVectors], betas[kTokenVectors], index, row[kTokenVectors] = {};
+  Floats factors[kTokenVectors], steps[kTokenVectors], betas[kTokenVectors], index;
+  Floats row[kTokenVectors] = {};  // what keys are multiplied by: their norms, and the decays behind them
   for (int i = 0; i < kLanes; ++i) index[i] = float(i);
   load_tokens(p.gate == nullptr ? nullptr : p.gate + begin * p.gate_token_stride + head * p.gate_head_stride, p.gate_token_stride,
               p.gate_type, count, factors);
@@ -211,14 +212,13 @@ void make_weights(const RecurrentParams& p, int begin, int count, int head, Chun
     const float factor = reinterpret_cast<const float*>(factors)[t], beta = reinterpret_cast<const float*>(betas)[t], k_norm = c.k_norms[t],
                 q_norm = c.q_norms[t];
     decay *= factor;
-    for (int i = 0; i <= t / kLanes; ++i) row[i] *= factor;
-    reinterpret_cast<float*>(row)[t] = 1.f;
     for (int i = 0; i <= t / kLanes; ++i) {
-      const Floats of_key = row[i] * load_floats(c.k_norms + i * kLanes, kLanes), own = Floats{} + float(t - i * kLanes);
-      const Floats q = chosen(index <= own, load_floats(c.qk[t] + i * kLanes, kLanes) * of_key * q_norm, Floats{});
+      const Floats own = Floats{} + float(t - i * kLanes);
+      row[i] = chosen(index == own, Floats{} + k_norm, row[i] * factor);
+      const Floats q = chosen(index <= own, load_floats(c.qk[t] + i * kLanes, kLanes) * row[i] * q_norm, Floats{});
       store_vector<kF32>(q, kLanes, reinterpret_cast<char*>(w.p[t] + i * kLanes));
       if (!p.delta) continue;
-      const Floats k = chosen(index < own, load_floats(c.kk[t] + i * kLanes, kLanes) * of_key * -(beta * k_norm), Floats{});
+      const Floats k = chosen(index < own, load_floats(c.kk[t] + i * kLanes, kLanes) * row[i] * -(beta * k_norm), Floats{});
       store_vector<kF32>(k, kLanes, reinterpret_cast<char*>(w.a[t] + i * kLanes));
     }
     w.known[t] = beta * k_norm * decay;
@@ -229,8 +229,7 @@ void make_weights(const RecurrentParams& p, int begin, int count, int head, Chun
     for (int i = 0; i < kRecurrentChunk; ++i) w.p[t][i] = w.a[t][i] = 0.f;
     w.known[t] = w.values[t] = w.outputs[t] = 0.f;
   }
-  for (int i = 0; i < kTokenVectors; ++i)
-    store_vector<kF32>(row[i] * load_floats(c.k_norms + i * kLanes, kLanes), kLanes, reinterpret_cast<char*>(w.written + i * kLanes));
+  for (int i = 0; i < kTokenVectors; ++i) store_vector<kF32>(row[i], kLanes, reinterpret_cast<char*>(w.written + i * kLanes));
   for (int t = count; t < kRecurrentChunk; ++t) w.written[t] = 0.f;
   for (int i = 0; i < rounded_up(p.dim_k, kRows); ++i) w.decays[i] = decay;
 }
