@@ -72,6 +72,19 @@ TEST(ExpressionKernels, OfHopperCompileWithoutWarnings) {
       EXPECT_TRUE(key.functions.empty() || compile(key).log.find("warning") == std::string::npos) << key.str();
 }
 
+// What is computed of a key or a row a tile ahead stays in registers.
+TEST(ExpressionKernels, OfHopperWithPartsCompileWithoutSpills) {
+  NEEDS_NVRTC();
+  for (const AttentionSpec& spec : {spec_with("float bias[,]; score + bias[head, kv]", ""),
+                                    spec_with("int doc[,]; where(doc[batch, q] == doc[batch, kv], score, -inf)", "kv <= q & q - kv < 99")})
+    for (const KernelKey& key : plan_kernels(kernels_sm90, "sm_90a", spec, Extent::usual)) {
+      if (key.path != "attention_sm90.cu" && key.path != "attention_sm90_verify.cu") continue;
+      const CompiledKernel kernel = compile(key);
+      EXPECT_EQ(kernel.log.find("warning"), std::string::npos) << kernel.log;
+      EXPECT_NE(kernel.log.find(" 0 bytes spill stores"), std::string::npos) << kernel.log;
+    }
+}
+
 TEST(ExpressionKernels, RefuseByName) {
   const DeviceInfo device{.device = {DeviceType::cuda, 0}, .name = "H200", .sm = 90, .num_workers = 132, .max_smem_bytes = 227 << 10};
   const auto reasons = [&](const char* backend, const AttentionSpec& spec) {

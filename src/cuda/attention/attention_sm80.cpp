@@ -78,7 +78,7 @@ std::optional<AttentionTiles> decode_tiles(const SharedMemory& memory, const Att
 }
 
 // 32 rows a warp while output and scores leave room in the registers, then 16. Whatever a logit needs besides one scale takes registers
-// too, and so do widened bytes, positions that are given, and a mask_mod beside a window: fewer keys at a time.
+// too, and so do widened bytes, positions that are given, and a mask_mod beside another mask: fewer keys at a time.
 std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const AttentionSpec& spec) {
   // Each is {rows, keys, row_warps, key_warps, dim_warps, stages, blocks}; the first that fits shared memory is taken.
   static constexpr AttentionTiles kUpTo128[] = {
@@ -104,8 +104,8 @@ std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const At
     ladder = kBeyond;
   } else if (spec.head_dim_v > 128) {
     ladder = kUpTo256;
-  } else if (!has_plain_logits(spec) || (!spec.mask_mod.empty() && has_window(spec.mask)) || spec.mask.positions || spec.mask.tree ||
-             spec.kv_dtype != spec.q_dtype || is_fp8(spec.kv_dtype)) {
+  } else if (!has_plain_logits(spec) || (!spec.mask_mod.empty() && (spec.mask.causal || has_window(spec.mask))) || spec.mask.positions ||
+             spec.mask.tree || spec.kv_dtype != spec.q_dtype || is_fp8(spec.kv_dtype)) {
     ladder = ladder.subspan(1);
   }
   for (const AttentionTiles& tiles : ladder)

@@ -311,6 +311,7 @@ inline std::vector<Variant> variants() {
   mod_bytes.spec.score = {.head_scales = true, .soft_cap = 20.f, .alibi = true}, mod_bytes.spec.mask.window_left = 200;
   mod_bytes.spec.score_mod = parse_expression("where(kv == 0, score - 1, score * (1 + 0.125 * head))");
   Case& mod_prefill = add("mod_prefill", "sm_90a", gpu::kPrefill, 1, spec(DType::bf16, DType::bf16, 64, 64, 2, 16));
+  mod_prefill.spec.mask.causal = false;  // as bits
   mod_prefill.spec.mask_mod = parse_expression("int doc[,]; doc[batch, q] == doc[batch, kv] | batch == 1 & kv % 3 == head % 2");
   Case& mod_exact = add("mod_exact", "sm_120", gpu::kPrefill, 1, spec(DType::f32, DType::f32, 64, 64, 1, 0));
   mod_exact.spec.mask.causal = false;
