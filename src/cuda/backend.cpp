@@ -291,6 +291,14 @@ KernelKey few_tasks_attention(std::string_view arch, const AttentionSpec& spec, 
   return attention_sm90_latent_spread_key(arch, spec, out);
 }
 
+// Of results of any of these kernels.
+KernelKey sm90_merge_key(std::string_view arch, const AttentionSpec& spec, DType out) {
+  KernelKey key = merge_key(arch, spec, out);
+  std::ranges::find(key.config, std::string_view("kShortSums"), &Constant::name)->value =
+      std::ranges::any_of(kRegimes, [&](Regime regime) { return sm90_kernel(arch, spec, regime).short_sums; });
+  return key;
+}
+
 constexpr int kLeastSm80 = 80;
 
 // Expressions that have more tensors than a launch has room for.
@@ -348,7 +356,7 @@ const AttentionKernels kernels_sm90_sharing{
 const AttentionKernels kernels_flat{"cuda_sm90", flat_kernel, flat_attention, merge_key, nullptr, nullptr, nullptr, nullptr, nullptr};
 const AttentionKernels kernels_few_tasks{"cuda_sm90", few_tasks_kernel, few_tasks_attention, merge_key, nullptr, nullptr, nullptr,
                                          nullptr,     nullptr};
-const AttentionKernels kernels_sm90{"cuda_sm90",   sm90_kernel,        sm90_attention,        merge_key, &kernels_mapless,
+const AttentionKernels kernels_sm90{"cuda_sm90",   sm90_kernel,        sm90_attention,        sm90_merge_key, &kernels_mapless,
                                     &kernels_flat, &kernels_few_tasks, &kernels_sm90_sharing, sm90_reads};
 
 bool reads(const AttentionKernels& kernels, const AttentionSpec& spec) {

@@ -203,7 +203,7 @@ KernelKey merge_key(std::string_view arch, const AttentionSpec& spec, DType out)
            {"kOutType", int(out)},
            {"kGroup", spec.group_size()},
            {"kSinks", spec.score.sinks},
-           {"kValuesInKeys", codec_of(spec).values_in_keys}}};
+           {"kShortSums", false}}};
 }
 
 }  // namespace imbrex::cuda

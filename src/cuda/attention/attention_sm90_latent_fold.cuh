@@ -9,8 +9,8 @@ namespace imbrex::cuda {
 static_assert(kTeamDims % 64 == 0);
 constexpr int kEnd = kTeamDims / 16 + kTeamDims / 64;  // of a lane's pieces of a part, behind which are references and totals
 
-// Writes a warp's part of a node to `part`, sixteen bytes a lane at a time: the upper bytes of what it has of each 16 dims, then the bits below
-// these of 64 dims at a time, then what the sums are relative to, with their totals.
+// Writes a warp's part of a node to `part`, sixteen bytes a lane at a time: the upper bytes of what it has of each 16 dims, then the bits
+// below these of 64 dims at a time, then what the sums are relative to, with their totals.
 template <class Out>
 DEVICE void put_node(float* part, const float (&reference)[2], const float (&total)[2], const Out& out) {
   static_assert((kEnd + 1) * 4 * 32 == kNodePartFloats);
@@ -40,8 +40,9 @@ DEVICE void fold_staged(u32 from, float (&reference)[2], float (&total)[2], Out&
   const OutputFold<true> output[2] = {OutputFold<true>(fold[0]), OutputFold<true>(fold[1])};
   const auto join = [&](int tile, const float4& node) {
     const float4 x = four(out, tile);
-    set_four(out, tile,
-             {output[0].of_kept(node.x, x.x), output[0].of_kept(node.y, x.y), output[1].of_kept(node.z, x.z), output[1].of_kept(node.w, x.w)});
+    set_four(
+        out, tile,
+        {output[0].of_kept(node.x, x.x), output[0].of_kept(node.y, x.y), output[1].of_kept(node.z, x.z), output[1].of_kept(node.w, x.w)});
   };
 #pragma unroll
   for (int i = 0; i < kTilesOf<Out>; i += 8) {

@@ -14,11 +14,8 @@ class StoredTree {
   DEVICE StoredTree() { node_.clear(kNoSum); }
 
   DEVICE void add(const Sums& piece) {
-    if (pieces_++ == 0) {
-      node_ = piece;
-    } else {
-      node_.fold(piece);
-    }
+    node_.fold(piece);
+    ++pieces_;
   }
   // Another piece will come: until then a complete node stays where it is, since most runs end with one.
   DEVICE void go_on(const AttentionParams& p) {

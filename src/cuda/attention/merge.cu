@@ -29,7 +29,7 @@ DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_h
   for (int begin = share * kRows; begin < end; begin += shares * kRows) {
     const int row = begin + thread / kRowThreads, read = min(row, end - 1), token = read / kGroup, head = kv_head * kGroup + read % kGroup;
     const long first = long(item.first_partial + token) * heads + head;
-    RowSums all = join_splits<1, kLanes>(
+    RowSums all = join_splits<1, kLanes, kShortSums>(
         p, [&](int split) { return first + split * stride; }, item.num_splits, d, lane, are_short);
     if (lane == 0 && row < end && thread < kRows * kRowThreads)
       all.store(p, item.q_begin + token, head, d, kv_scale(p.v, kv_head), out_is_wide(p));
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __gri
     const int heads = p.num_kv_heads, of_share = num_items * heads, share = (task - begin) / of_share, rest = (task - begin) % of_share;
     const int index = rest / heads;
     const MergeItem item = *(index < kKeptItems ? &shared.items[list][index] : from.items + index);
-    merge_rows(p, item, rest % heads, share, shares_of(list), kValuesInKeys && from.are_short);
+    merge_rows(p, item, rest % heads, share, shares_of(list), kShortSums && from.are_short);
   }
 }
 

@@ -120,10 +120,10 @@ struct RowSums {
 
 // RowSums of a row whose split number s is row row_of_split(s) of the partial buffers. A thread has the loads of kNodes nodes of the tree
 // under way at the same time: where the memory is busy, they take many times as long as what is done with them. Several lanes may share the
-// splits out. `are_short`: sums so far are shortened where others join them.
-template <int kNodes, int kLanes, class RowOfSplit>
+// splits out. Where it `shortens`, sums so far are shortened when others join them, if they `are_short`.
+template <int kNodes, int kLanes, bool shortens = false, class RowOfSplit>
 DEVICE RowSums join_splits(const AttentionParams& p, const RowOfSplit& row_of_split, int num_splits, int d, int lane,
-                           bool are_short = false) {
+                           bool are_short = shortens) {
   constexpr int kSplits = kNodes * kPiecesTogether;  // of a lane, at a time
   RowSums all, level3, level2;                       // of the tree: nodes that are not complete
   int nodes = 0;                                     // of the first level that are in them
@@ -142,9 +142,8 @@ DEVICE RowSums join_splits(const AttentionParams& p, const RowOfSplit& row_of_sp
 #pragma unroll
     for (int n = 0; n < kNodes; ++n) {
 #pragma unroll
-      for (int k = 1; k < kPiecesTogether; ++k)
-        node[n][0].fold(node[n][k], are_short && begin_of(n, lane) + k < num_splits);
-#pragma unroll 1
+      for (int k = 1; k < kPiecesTogether; ++k) node[n][0].fold(node[n][k], are_short && begin_of(n, lane) + k < num_splits);
+#pragma unroll shortens ? 1 : kLanes  // shortened sums take more instructions
       for (int l = 0; l < kLanes; ++l) {
         if (begin_of(n, l) >= num_splits) break;
         if (nodes > 0 && nodes % kPiecesTogether == 0) {

@@ -1,7 +1,7 @@
 #pragma once
 // Sums of which 20 bits are kept: of a float all but the last 12 bits of its mantissa. Nodes of the tree of pieces in
-// attention_sm90_latent.cu are so: at the end of a piece they go to memory and come back, while no product is computed. Whoever folds such a
-// node, from memory or in registers, shortens it by the same rule, so that results have the same bits.
+// attention_sm90_latent.cu are so: at the end of a piece they go to memory and come back, while no product is computed. Whoever folds such
+// a node, from memory or in registers, shortens it by the same rule, so that results have the same bits.
 #include "convert.cuh"
 #include "ptx.cuh"
 

@@ -19,6 +19,7 @@ constexpr bool kHeadScales = false;                           // a scale for eac
 constexpr bool kSoftCap = false, kAlibi = false, kAlibiSqrt = false, kRelative = false, kSinks = false;
 constexpr bool kScoreMod = false, kMaskMod = false;         // the text of attention_expression.cuh's functions follows
 constexpr bool kScoreAffine = false;                        // that of affine_score() too
+constexpr bool kShortSums = false;                          // merge.cu: lists may ask for it (MergeList::are_short)
 constexpr bool kValuesInKeys = false;                       // values are the first kHeadDimV elements of the keys
 constexpr int kTileRows = 16, kTileKeys = 64;               // of a thread block at a time
 constexpr int kItemRows = 16;                               // of a work item and kv head at most, unless a token has more

@@ -106,7 +106,7 @@ class LanesPlan final : public AttentionPlan {
     const std::vector<int> shared_positions(cuda::kMostSharedTokens, kMostPosition);
     p.shared_positions = shared_positions.data();
     p.shared_tokens = shared_tokens.data(), p.merge_parts = schedule_.details.parts.data();
-    p.merge_lists[1] = {p.merges, p.counts, 16, variant_.is_latent() || variant_.is_latent_spread()};
+    p.merge_lists[1] = {p.merges, p.counts, 16, variant_.has_short_sums()};
     int next_task = 0;
     std::vector<int> arrivals(schedule_.merges.size() * size_t(spec_.num_q_heads), 0);
     p.next_task = &next_task, p.arrivals = arrivals.data();

@@ -72,7 +72,14 @@ struct Variant {
     return text == Text::sm80 ? cuda::attention_sm80_tiles(arch, c.spec, regime, rows).value()
                               : cuda::attention_sm90_decode_tiles(arch, c.spec, rows).value();
   }
+  bool has_short_sums() const { return is_latent() || is_latent_spread(); }
+  // With what merge.cu is told beside the constants of the attention kernel.
   cuda::KernelKey key() const {
+    cuda::KernelKey made = attention_key();
+    made.config.push_back({"kShortSums", has_short_sums()});
+    return made;
+  }
+  cuda::KernelKey attention_key() const {
     if (text == Text::wgmma) return cuda::attention_sm90_key(arch, c.spec, c.out_dtype);
     if (text == Text::wgmma_e4m3) return cuda::attention_sm90_fp8_key(arch, c.spec, c.out_dtype);
     if (is_latent()) return cuda::attention_sm90_latent_key(arch, c.spec, c.out_dtype, latent_tiles(), text == Text::latent);
