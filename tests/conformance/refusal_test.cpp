@@ -66,7 +66,8 @@ const Refusal kRefusals[] = {
     {"cuda_sm90", "spec.mask.positions", "h200", [](AttentionSpec& s) { s.mask.positions = true; }},
     {"cuda_sm90", "spec.mask.tree", "h200", [](AttentionSpec& s) { s.num_q_heads = 64, s.score.soft_cap = 20, s.mask.tree = true; }},
     {"cuda_sm90", "spec.score_mod", "h200", [](AttentionSpec& s) { s.num_q_heads = 64, s.score.soft_cap = 20, score_mod(s); }},
-    {"cuda_sm90", "spec.mask_mod", "h200", [](AttentionSpec& s) { s.num_q_heads = 64, s.mask_mod = parse_expression("kv <= head"); }},
+    {"cuda_sm90", "spec.mask_mod", "h200",
+     [](AttentionSpec& s) { s.num_q_heads = 64, s.score.soft_cap = 20, s.mask_mod = parse_expression("kv <= head"); }},
     {"cuda_sm80", "spec.score_mod", "a100",
      [](AttentionSpec& s) {
        s.score_mod = parse_expression("float a[]; float b[]; float c[]; float d[]; float e[]; score + a[q] + b[q] + c[q] + d[q] + e[q]");
