@@ -5,12 +5,14 @@
 #include <algorithm>
 #include <fstream>
 #include <map>
+#include <optional>
 #include <set>
 
 #include "conformance/attention/case_runner.h"
 #include "conformance/attention/judge.h"
 #include "core/env.h"
 #include "cuda/lanes/lanes_plan.h"
+#include "cuda/lanes/records.h"
 
 namespace imbrex::test {
 namespace {
@@ -27,6 +29,15 @@ bool is_left_out(const Variant& v) {
     return read;
   }();
   return names.contains(v.name);
+}
+
+// Two variants whose results are compared; nothing where they are left out, which both are or neither.
+std::optional<std::pair<Variant, Variant>> compared(std::string_view one, std::string_view other) {
+  const std::vector<Variant> all = variants();
+  const Variant a = *std::ranges::find(all, one, &Variant::name), b = *std::ranges::find(all, other, &Variant::name);
+  EXPECT_EQ(companion_of(a), other);
+  if (is_left_out(a)) return std::nullopt;
+  return std::pair(a, b);
 }
 
 class Lanes : public testing::TestWithParam<Variant> {
@@ -106,13 +117,11 @@ TEST_P(LanesThatShare, ItemsOfSeveralRequestsHaveTheBitsOfEach) {
 
 // Larger tiles, in which tokens of many q heads share items, give the bits of those that have room for one token.
 TEST(LanesThatShareManyHeads, HaveTheBitsOfTilesOfOneToken) {
-  const std::vector<Variant> all = variants();
-  const auto named = [&](std::string_view name) -> const Variant& { return *std::ranges::find(all, name, &Variant::name); };
-  for (const auto& [larger, usual] :
-       {std::pair{&named("shared_heads"), &named("heads")}, {&named("tma_shared_heads"), &named("tma_heads")}}) {
-    if (is_left_out(*larger)) continue;
-    EXPECT_TRUE(larger->tiles().may_share && !usual->tiles().may_share);
-    Case c = larger->c;
+  for (const auto& variants : {compared("shared_heads", "heads"), compared("tma_shared_heads", "tma_heads")}) {
+    if (!variants) continue;
+    const auto& [larger, usual] = *variants;
+    EXPECT_TRUE(larger.tiles().may_share && !usual.tiles().may_share);
+    Case c = larger.c;
     for (const ValuePattern values : {ValuePattern::plain, ValuePattern::rising}) {
       c.values = values;
       c.requests = {{1, 570, 0}, {1, 575, 0}, {1, 290, 1}, {0, 0, 2}, {1, 40, 2}};
@@ -121,9 +130,9 @@ TEST(LanesThatShareManyHeads, HaveTheBitsOfTilesOfOneToken) {
         return run_case(LanesBackend(v, how), probe_cpu(), in, default_options(c));
       };
       for (const How& how : {How{}, How{.split = 1, .workers = 1 << 10}}) {
-        const RunResult a = run(*larger, how), b = run(*usual, how);
-        EXPECT_TRUE(bit_identical(a.out, b.out)) << larger->name;
-        EXPECT_TRUE(bit_identical(a.lse, b.lse)) << larger->name;
+        const RunResult a = run(larger, how), b = run(usual, how);
+        EXPECT_TRUE(bit_identical(a.out, b.out)) << larger.name;
+        EXPECT_TRUE(bit_identical(a.lse, b.lse)) << larger.name;
       }
     }
   }
@@ -142,10 +151,9 @@ TEST_P(Lanes, ResultsDoNotDependOnChance) {
 
 // Values that are read from the tile of keys are what a copy of them would be.
 TEST(LanesOfLatents, HaveTheBitsOfStoredValues) {
-  const std::vector<Variant> all = variants();
-  const auto named = [&](std::string_view name) -> const Variant& { return *std::ranges::find(all, name, &Variant::name); };
-  const Variant &latent = named("latent"), &stored = named("latent_stored");
-  if (is_left_out(latent)) GTEST_SKIP() << "recorded";
+  const auto variants = compared("latent", "latent_stored");
+  if (!variants) GTEST_SKIP() << "recorded";
+  const auto& [latent, stored] = *variants;
   EXPECT_LT(cuda::attention_sm80_smem_bytes(latent.c.spec, stored.tiles()), cuda::attention_sm80_smem_bytes(stored.c.spec, stored.tiles()));
   const CaseInputs in = make_inputs(latent.c);
   for (const How& how : {How{}, How{.split = 1, .workers = 1 << 10}}) {
@@ -158,11 +166,9 @@ TEST(LanesOfLatents, HaveTheBitsOfStoredValues) {
 
 // Thread blocks that take 64 rows together compute what one does alone.
 TEST(LanesOfLatents, HaveTheSameBitsWhereTheyAreSpread) {
-  const std::vector<Variant> all = variants();
-  const auto named = [&](std::string_view name) -> const Variant& { return *std::ranges::find(all, name, &Variant::name); };
-  for (const auto& [of_one, of_cluster] : {std::pair{"latent_tiles", "spread_tiles"}, {"nodes_latent_tiles", "nodes_spread"}}) {
-    const Variant &alone = named(of_one), &spread = named(of_cluster);
-    if (is_left_out(alone)) continue;
+  for (const auto& variants : {compared("latent_tiles", "spread_tiles"), compared("nodes_latent_tiles", "nodes_spread")}) {
+    if (!variants) continue;
+    const auto& [alone, spread] = *variants;
     EXPECT_EQ(alone.c.spec, spread.c.spec);
     Case c = spread.c;
     c.out_dtype = alone.c.out_dtype;
@@ -172,7 +178,7 @@ TEST(LanesOfLatents, HaveTheSameBitsWhereTheyAreSpread) {
       for (const How& how : {How{}, How{.split = 3, .workers = 1}, How{.split = 20, .workers = 1 << 10}}) {
         const RunResult a = run_case(LanesBackend(alone, how), probe_cpu(), in, default_options(c)),
                         b = run_case(LanesBackend(spread, how), probe_cpu(), in, default_options(c));
-        EXPECT_TRUE(bit_identical(a.out, b.out) && bit_identical(a.lse, b.lse)) << of_one;
+        EXPECT_TRUE(bit_identical(a.out, b.out) && bit_identical(a.lse, b.lse)) << alone.name;
       }
     }
   }

@@ -42,7 +42,11 @@ class LanesRecords {
 // Another variant that a test compares this one with; empty: none does.
 inline std::string companion_of(const Variant& v) {
   const std::string name = v.name;
-  for (const auto& [one, other] : {std::pair{"latent", "latent_stored"}, {"latent_tiles", "spread_tiles"}})
+  for (const auto& [one, other] : {std::pair{"latent", "latent_stored"},
+                                   {"latent_tiles", "spread_tiles"},
+                                   {"nodes_latent_tiles", "nodes_spread"},
+                                   {"shared_heads", "heads"},
+                                   {"tma_shared_heads", "tma_heads"}})
     if (name == one || name == other) return name == one ? other : one;
   return "";
 }
