@@ -64,6 +64,14 @@ enum class ExpressionOp : uint8_t {
   logical_or,
   logical_xor,
   where,
+  bit_and,  // of the 32 bits of two ints
+  bit_or,
+  bit_xor,
+  shift_left,   // of the bits; 0 where the distance is not 0 to 31
+  shift_right,  // the same as // of a power of two; by less than 0 or more than 31 as by 31
+  sin,          // NaN from 2^22 on: numbers there are too far apart to be angles
+  cos,
+  erf,
 };
 
 // A tensor that an expression reads elements of, and does not hold.
@@ -175,9 +183,11 @@ Term operator<(const Term&, const Term&);
 Term operator<=(const Term&, const Term&);
 Term operator>(const Term&, const Term&);
 Term operator>=(const Term&, const Term&);
-Term operator&(const Term&, const Term&);
+Term operator&(const Term&, const Term&);  // of two bools, or of the bits of two ints; so | and ^
 Term operator|(const Term&, const Term&);
 Term operator^(const Term&, const Term&);
+Term operator<<(const Term&, const Term&);
+Term operator>>(const Term&, const Term&);
 Term operator!(const Term&);
 Term operator-(const Term&);
 Term floor_div(const Term&, const Term&);
@@ -191,6 +201,9 @@ Term log(const Term&);
 Term sqrt(const Term&);
 Term tanh(const Term&);
 Term sigmoid(const Term&);
+Term sin(const Term&);
+Term cos(const Term&);
+Term erf(const Term&);
 Term to_float(const Term&);
 Term to_int(const Term&);
 

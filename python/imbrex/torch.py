@@ -323,12 +323,16 @@ def flex_attention(
     scale: Optional[float] = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
+    kernel_options=None,
+    *,
+    return_aux=None,
 ):
     """torch.nn.attention.flex_attention: query [batch, heads, query_len, d], key and value [batch, kv_heads, seq_len, d], any strides.
 
     score_mod(score, batch, head, q_idx, kv_idx) and the mask_mod(batch, head, q_idx, kv_idx) of block_mask, or one in its place, are traced to
     expressions (docs/expressions.md): arithmetic, comparisons, torch.where, tanh, exp and their kind, elements of tensors by index. Tiles that a mask
-    hides are found by imbrex itself, and are not read. Functions are traced in each call; plans are kept by their texts. On CPUs; there is no
-    backward pass, and torch.compile does not look inside.
+    hides are found by imbrex itself, and are not read; where the lists of block_mask hide more than its mask_mod does, or show more, they count.
+    Functions are traced in each call; each thread keeps plans by their texts. Returns the output, and with return_lse the LSE, or with return_aux an
+    AuxOutput. There is no backward pass, and torch.compile does not look inside.
     """
-    return _flex_attention.flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+    return _flex_attention.flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)

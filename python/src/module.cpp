@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "batches.h"
+#include "expressions.h"
 #include "imbrex/imbrex.hpp"
 #include "mla.h"
 #include "one_of.h"
@@ -132,6 +133,7 @@ NB_MODULE(_core, m) {
   bind_mla(m);
   bind_recurrent(m);
   bind_batches(m);
+  bind_expressions(m);
 }
 
 }  // namespace imbrex::python

@@ -14,6 +14,7 @@ constexpr ExpressionFunction kFunctions[] = {
     {"float", ExpressionOp::to_real, 1}, {"int", ExpressionOp::to_integer, 1}, {"abs", ExpressionOp::abs, 1},
     {"floor", ExpressionOp::floor, 1},   {"exp", ExpressionOp::exp, 1},        {"log", ExpressionOp::log, 1},
     {"sqrt", ExpressionOp::sqrt, 1},     {"tanh", ExpressionOp::tanh, 1},      {"sigmoid", ExpressionOp::sigmoid, 1},
+    {"sin", ExpressionOp::sin, 1},       {"cos", ExpressionOp::cos, 1},        {"erf", ExpressionOp::erf, 1},
     {"min", ExpressionOp::min, 2},       {"max", ExpressionOp::max, 2},        {"where", ExpressionOp::where, 3},
 };
 // Lists under construction may have values that nothing uses in the end: constants that were folded.
@@ -34,37 +35,56 @@ const char* symbol_of(ExpressionOp op) {
     case not_equal: return "!=";
     case less: return "<";
     case less_equal: return "<=";
-    case logical_and: return "&";
-    case logical_or: return "|";
-    case logical_xor: return "^";
+    case logical_and:
+    case bit_and: return "&";
+    case logical_or:
+    case bit_or: return "|";
+    case logical_xor:
+    case bit_xor: return "^";
+    case shift_left: return "<<";
+    case shift_right: return ">>";
     default: return nullptr;
   }
 }
 
 // What an operation takes: one type, or ints and floats alike (then all of them become floats where one is).
-enum class Takes { booleans, integers, reals, numbers, numbers_or_booleans };
+enum class Takes { booleans, booleans_or_integers, integers, reals, numbers, numbers_or_booleans };
 Takes taken_by(ExpressionOp op) {
   using enum ExpressionOp;
   switch (op) {
-    case logical_not:
+    case logical_not: return Takes::booleans;
     case logical_and:
     case logical_or:
-    case logical_xor: return Takes::booleans;
+    case logical_xor: return Takes::booleans_or_integers;
     case floor_divide:
-    case modulo: return Takes::integers;
+    case modulo:
+    case bit_and:
+    case bit_or:
+    case bit_xor:
+    case shift_left:
+    case shift_right: return Takes::integers;
     case divide:
     case floor:
     case exp:
     case log:
     case sqrt:
     case tanh:
-    case sigmoid: return Takes::reals;
+    case sigmoid:
+    case sin:
+    case cos:
+    case erf: return Takes::reals;
     case equal:
     case not_equal:
     case to_real:
     case to_integer: return Takes::numbers_or_booleans;
     default: return Takes::numbers;
   }
+}
+
+// Of ints, what is a logical operation of bools.
+ExpressionOp of_bits(ExpressionOp op) {
+  using enum ExpressionOp;
+  return op == logical_and ? bit_and : op == logical_or ? bit_or : op == logical_xor ? bit_xor : op;
 }
 
 bool is_comparison(ExpressionOp op) {
@@ -178,6 +198,12 @@ ExpressionBuilder::Id ExpressionBuilder::operation(ExpressionOp op, std::span<co
   const Takes takes = taken_by(op);
   const bool all_boolean = std::all_of(operands.begin(), operands.end(), [&](Id id) { return type(id) == ExpressionType::boolean; });
   const bool any_real = std::any_of(operands.begin(), operands.end(), [&](Id id) { return type(id) == ExpressionType::real; });
+  if (takes == Takes::booleans_or_integers && !all_boolean) {
+    for (const Id id : operands)
+      if (type(id) == ExpressionType::real) refuse(id, op, "two bools or two ints");
+    if (type(operands[0]) != type(operands[1])) refuse(operands[1], op, "two bools or two ints");
+    return operation(of_bits(op), given);
+  }
   for (const Id id : operands) {
     if (takes == Takes::booleans && type(id) != ExpressionType::boolean) refuse(id, op, "bool");
     if (takes == Takes::integers && type(id) != ExpressionType::integer) refuse(id, op, "int");

@@ -42,6 +42,14 @@ const char* function_of(ExpressionOp op) {
     case logical_or: return "logical_or";
     case logical_xor: return "logical_xor";
     case where: return "where";
+    case bit_and: return "bit_and";
+    case bit_or: return "bit_or";
+    case bit_xor: return "bit_xor";
+    case shift_left: return "shift_left";
+    case shift_right: return "shift_right";
+    case sin: return "sin";
+    case cos: return "cos";
+    case erf: return "erf";
   }
   return "";
 }

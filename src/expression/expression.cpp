@@ -92,6 +92,8 @@ Term operator>=(const Term& a, const Term& b) { return binary(ExpressionOp::less
 Term operator&(const Term& a, const Term& b) { return binary(ExpressionOp::logical_and, a, b); }
 Term operator|(const Term& a, const Term& b) { return binary(ExpressionOp::logical_or, a, b); }
 Term operator^(const Term& a, const Term& b) { return binary(ExpressionOp::logical_xor, a, b); }
+Term operator<<(const Term& a, const Term& b) { return binary(ExpressionOp::shift_left, a, b); }
+Term operator>>(const Term& a, const Term& b) { return binary(ExpressionOp::shift_right, a, b); }
 Term operator!(const Term& a) { return unary(ExpressionOp::logical_not, a); }
 Term operator-(const Term& a) { return unary(ExpressionOp::negate, a); }
 Term floor_div(const Term& a, const Term& b) { return binary(ExpressionOp::floor_divide, a, b); }
@@ -108,6 +110,9 @@ Term log(const Term& a) { return unary(ExpressionOp::log, a); }
 Term sqrt(const Term& a) { return unary(ExpressionOp::sqrt, a); }
 Term tanh(const Term& a) { return unary(ExpressionOp::tanh, a); }
 Term sigmoid(const Term& a) { return unary(ExpressionOp::sigmoid, a); }
+Term sin(const Term& a) { return unary(ExpressionOp::sin, a); }
+Term cos(const Term& a) { return unary(ExpressionOp::cos, a); }
+Term erf(const Term& a) { return unary(ExpressionOp::erf, a); }
 Term to_float(const Term& a) { return unary(ExpressionOp::to_real, a); }
 Term to_int(const Term& a) { return unary(ExpressionOp::to_integer, a); }
 

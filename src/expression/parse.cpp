@@ -27,11 +27,12 @@ struct Infix {
   bool swapped = false;  // b op a
 };
 constexpr Infix kInfixes[] = {
-    {"|", 1, ExpressionOp::logical_or},  {"^", 2, ExpressionOp::logical_xor},   {"&", 3, ExpressionOp::logical_and},
-    {"==", 4, ExpressionOp::equal},      {"!=", 4, ExpressionOp::not_equal},    {"<", 4, ExpressionOp::less},
-    {"<=", 4, ExpressionOp::less_equal}, {">", 4, ExpressionOp::less, true},    {">=", 4, ExpressionOp::less_equal, true},
-    {"+", 5, ExpressionOp::add},         {"-", 5, ExpressionOp::subtract},      {"*", 6, ExpressionOp::multiply},
-    {"/", 6, ExpressionOp::divide},      {"//", 6, ExpressionOp::floor_divide}, {"%", 6, ExpressionOp::modulo},
+    {"|", 1, ExpressionOp::logical_or},    {"^", 2, ExpressionOp::logical_xor},  {"&", 3, ExpressionOp::logical_and},
+    {"==", 4, ExpressionOp::equal},        {"!=", 4, ExpressionOp::not_equal},   {"<", 4, ExpressionOp::less},
+    {"<=", 4, ExpressionOp::less_equal},   {">", 4, ExpressionOp::less, true},   {">=", 4, ExpressionOp::less_equal, true},
+    {"<<", 5, ExpressionOp::shift_left},   {">>", 5, ExpressionOp::shift_right}, {"+", 6, ExpressionOp::add},
+    {"-", 6, ExpressionOp::subtract},      {"*", 7, ExpressionOp::multiply},     {"/", 7, ExpressionOp::divide},
+    {"//", 7, ExpressionOp::floor_divide}, {"%", 7, ExpressionOp::modulo},
 };
 constexpr int kComparison = 4;
 
@@ -118,7 +119,7 @@ class Parser {
     } else {
       const std::string_view rest = text_.substr(begin);
       bool two = false;
-      for (const std::string_view symbol : {"==", "!=", "<=", ">=", "//"}) two = two || rest.starts_with(symbol);
+      for (const std::string_view symbol : {"==", "!=", "<=", ">=", "//", "<<", ">>"}) two = two || rest.starts_with(symbol);
       if (!two && std::string_view("|^&<>+-*/%!()[],;=").find(c) == std::string_view::npos) {
         const bool printable = c > ' ' && c <= '~';
         fail("expression.syntax", "{}no character of the language: {}", place({kind, {}, begin}),

@@ -9,26 +9,31 @@
 namespace imbrex {
 namespace {
 
-constexpr int kWeakest = 0, kPrefix = 7, kValue = 8;
+constexpr int kWeakest = 0, kPrefix = 8, kValue = 9;
 // Values so deep in parentheses get a name, so that the text can be parsed.
 constexpr int kNamedNesting = Expression::kMaxNesting / 4;
 
 int strength_of(ExpressionOp op) {
   using enum ExpressionOp;
   switch (op) {
-    case logical_or: return 1;
-    case logical_xor: return 2;
-    case logical_and: return 3;
+    case logical_or:
+    case bit_or: return 1;
+    case logical_xor:
+    case bit_xor: return 2;
+    case logical_and:
+    case bit_and: return 3;
     case equal:
     case not_equal:
     case less:
     case less_equal: return 4;
+    case shift_left:
+    case shift_right: return 5;
     case add:
-    case subtract: return 5;
+    case subtract: return 6;
     case multiply:
     case divide:
     case floor_divide:
-    case modulo: return 6;
+    case modulo: return 7;
     default: return kWeakest;
   }
 }

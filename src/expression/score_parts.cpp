@@ -20,6 +20,9 @@ int weight_of(ExpressionOp op) {
     case sqrt:
     case tanh:
     case sigmoid:
+    case sin:
+    case cos:
+    case erf:
     case divide:
     case floor_divide:
     case modulo: return kLong;

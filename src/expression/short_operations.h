@@ -12,7 +12,6 @@ namespace imbrex::operations {
 constexpr float kExpUnit = 1.44269504f, kSigmoidUnit = -1.44269504f, kTanhUnit = 2.88539008f;
 
 #ifdef __CUDA_ARCH__
-inline float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 inline float power_of_two(float a) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(a));

@@ -76,6 +76,14 @@ void with_operation(ExpressionOp op, ExpressionType type, Use&& use) {
     case logical_and: return use([](bool a, bool b) { return o::logical_and(a, b); });
     case logical_or: return use([](bool a, bool b) { return o::logical_or(a, b); });
     case logical_xor: return use([](bool a, bool b) { return o::logical_xor(a, b); });
+    case bit_and: return use([](int a, int b) { return o::bit_and(a, b); });
+    case bit_or: return use([](int a, int b) { return o::bit_or(a, b); });
+    case bit_xor: return use([](int a, int b) { return o::bit_xor(a, b); });
+    case shift_left: return use([](int a, int b) { return o::shift_left(a, b); });
+    case shift_right: return use([](int a, int b) { return o::shift_right(a, b); });
+    case sin: return use(LongOperation{[](float a) { return o::sin(a); }});
+    case cos: return use(LongOperation{[](float a) { return o::cos(a); }});
+    case erf: return use(LongOperation{[](float a) { return o::erf(a); }});
     // Of bits, whatever they mean.
     case where: return use([](bool condition, int a, int b) { return o::where(condition, a, b); });
   }

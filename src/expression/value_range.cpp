@@ -2,6 +2,7 @@
 // computed as the values in it are; functions that are rounded less carefully get some ulps more.
 #include "expression/value_range.h"
 
+#include <bit>
 #include <cmath>
 
 namespace imbrex {
@@ -134,6 +135,20 @@ ValueRange rising(const ValueRange& a, double domain, double least, double most,
   return range;
 }
 
+// A sine, whose first maximum is at a part of a turn: its values at the ends, with some room, and the extremes in between.
+template <class F>
+ValueRange wave(const ValueRange& a, double first_maximum, F&& f) {
+  constexpr double kFirstOutside = 4194304, kTurn = 6.283185307179586, kRoom = 1e-6;  // as operations::sine() has the first
+  if (a.empty()) return a;
+  if (a.low <= -kFirstOutside || a.high >= kFirstOutside) return {ExpressionType::real, -1, 1, true};
+  const auto holds = [&](double part) {  // a place so far behind whole turns
+    return std::floor((a.high + kRoom) / kTurn - part) >= std::ceil((a.low - kRoom) / kTurn - part);
+  };
+  const double first = f(float(a.low)), last = f(float(a.high));
+  return {ExpressionType::real, holds(first_maximum + 0.5) ? -1 : std::max(-1.0, std::min(first, last) - kRoom),
+          holds(first_maximum) ? 1 : std::min(1.0, std::max(first, last) + kRoom), a.nan};
+}
+
 ValueRange truth(bool may_be_false, bool may_be_true) {
   return ValueRange::of(ExpressionType::boolean, may_be_false ? 0 : 1, may_be_true ? 1 : 0);
 }
@@ -164,6 +179,42 @@ ValueRange logical(ExpressionOp op, const ValueRange& a, const ValueRange& b, bo
   if (same) return ValueRange::of(ExpressionType::boolean, 0, 0);
   if (a.low == a.high && b.low == b.high) return ValueRange::of(ExpressionType::boolean, a.low != b.low ? 1 : 0, a.low != b.low ? 1 : 0);
   return ValueRange::everything(ExpressionType::boolean);
+}
+
+// The bits from the highest one on that the values of an interval of ints differ in.
+uint32_t differing(const ValueRange& a) {
+  const int width = std::bit_width(uint32_t(int(a.low)) ^ uint32_t(int(a.high)));
+  return width == 32 ? ~0u : (1u << width) - 1;
+}
+
+// What the bits say that are the same in all values, and that bits of numbers of 0 or more that are added or taken away make these greater
+// or less.
+ValueRange bits(ExpressionOp op, const ValueRange& a, const ValueRange& b) {
+  constexpr auto kInteger = ExpressionType::integer;
+  const uint32_t any = differing(a) | differing(b);
+  double low = kIntMin, high = kIntMax;
+  if (any >> 31 == 0) {
+    const ExpressionBits value = apply_operation(op, kInteger, {ExpressionBits::of(int(a.low)), ExpressionBits::of(int(b.low)), {}});
+    low = int(uint32_t(value.integer()) & ~any), high = int(uint32_t(value.integer()) | any);
+  }
+  if (op == ExpressionOp::bit_and && (a.low >= 0 || b.low >= 0)) {
+    low = std::max(low, 0.0);
+    high = std::min({high, a.low < 0 ? kIntMax : a.high, b.low < 0 ? kIntMax : b.high});
+  }
+  if (op == ExpressionOp::bit_or && a.low >= 0 && b.low >= 0) low = std::max({low, a.low, b.low});
+  return ValueRange::of(kInteger, low, high);
+}
+
+// By a distance that is known: a multiplication or floor division by a power of two.
+ValueRange shift(ExpressionOp op, const ValueRange& a, const ValueRange& b) {
+  if (b.low != b.high) return ValueRange::everything(ExpressionType::integer);
+  const bool fits = b.low >= 0 && b.low <= 31;
+  if (op == ExpressionOp::shift_right) {
+    const double by = std::ldexp(1.0, fits ? int(b.low) : 31);
+    return ValueRange::of(ExpressionType::integer, std::floor(a.low / by), std::floor(a.high / by));
+  }
+  const double by = fits ? std::ldexp(1.0, int(b.low)) : 0;
+  return wrapped(a.low * by, a.high * by);
 }
 
 ValueRange magnitude(const ValueRange& a) {
@@ -219,6 +270,14 @@ ValueRange range_of_operation(ExpressionOp op, ExpressionType type, const std::a
     case logical_and:
     case logical_or:
     case logical_xor: return logical(op, a, b, same);
+    case bit_and:
+    case bit_or:
+    case bit_xor: return bits(op, a, b);
+    case shift_left:
+    case shift_right: return shift(op, a, b);
+    case sin: return wave(a, 0.25, [](float x) { return operations::sin(x); });
+    case cos: return wave(a, 0, [](float x) { return operations::cos(x); });
+    case erf: return rising(a, -kInfinity, -1, 1, [](float x) { return operations::erf(x); });
     case where: {
       if (a.is(1)) return b;
       if (a.is(0)) return c;

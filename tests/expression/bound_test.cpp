@@ -65,6 +65,21 @@ TEST(BoundExpression, OperationsAtTheirEdges) {
       {"exp(float(batch))", "0"},
       {"tanh(float(batch))", "-1"},
       {"sigmoid(float(kv_len))", "1"},
+      {"12 & 10", "8"},
+      {"-1 & kv_len ^ kv_len | 6", "6"},
+      {"1 << 31", "-2147483648"},
+      {"q_len | 1 << 4 + 1", "32"},
+      {"1 << 32", "0"},
+      {"1 << -1", "0"},
+      {"-9 >> 1", "-5"},
+      {"-9 >> 40", "-1"},
+      {"9 >> -1", "0"},
+      {"sin(4194304.)", "nan"},
+      {"cos(-inf)", "nan"},
+      {"sin(nan)", "nan"},
+      {"erf(inf)", "1"},
+      {"erf(-inf)", "-1"},
+      {"erf(nan)", "nan"},
   };
   for (const auto& [text, expected] : rows) EXPECT_EQ(value_of(text, at), expected) << text;
 }
@@ -91,6 +106,16 @@ TEST(BoundExpression, FunctionsAreWithinTwoUlps) {
   EXPECT_LE(most_ulps([](float x) { return operations::log(x); }, [](double x) { return std::log(x); }, 0.f, 3e38f), 2);
   EXPECT_LE(most_ulps([](float x) { return operations::tanh(x); }, [](double x) { return std::tanh(x); }, -20.f, 20.f), 2);
   EXPECT_LE(most_ulps([](float x) { return operations::sigmoid(x); }, [](double x) { return 1 / (1 + std::exp(-x)); }, -86.f, 40.f), 2);
+  EXPECT_LE(most_ulps([](float x) { return operations::erf(x); }, [](double x) { return std::erf(x); }, -20.f, 20.f), 3);
+  EXPECT_LE(most_ulps([](float x) { return operations::sin(x); }, [](double x) { return std::sin(x); }, -1.57f, 1.57f), 2);
+  EXPECT_LE(most_ulps([](float x) { return operations::cos(x); }, [](double x) { return std::cos(x); }, -1.57f, 1.57f), 2);
+  // Of large angles a zero is not exact to ulps of its own.
+  float farthest = 0;
+  for (float x = -4194303.f; x < 4194304.f; x += 77.713f) {
+    farthest = std::max(farthest, std::abs(operations::sin(x) - float(std::sin(double(x)))));
+    farthest = std::max(farthest, std::abs(operations::cos(x) - float(std::cos(double(x)))));
+  }
+  EXPECT_LE(farthest, 1.2e-7f);
   EXPECT_EQ(most_ulps([](float x) { return operations::floor(x); }, [](double x) { return std::floor(x); }, -3e38f, 3e38f), 0);
   const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
   for (float (*f)(float) : {+[](float x) { return operations::exp(x); }, +[](float x) { return operations::log(x); },

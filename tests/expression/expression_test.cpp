@@ -40,6 +40,8 @@ TEST(Expression, OperatorsMakeWhatTextMakes) {
       {exp(log(sqrt(sigmoid(floor(score))))), "exp(log(sqrt(sigmoid(floor(score)))))"},
       {(to_int(score) > to_int(kv < q)) ^ (q == 1), "int(score) > int(kv < q) ^ q == 1"},
       {kv - q < 0, "d = kv - q; d < 0"},
+      {((q & 7) ^ (kv >> 2)) == ((q << 1) | 3), "(q & 7 ^ kv >> 2) == (q << 1 | 3)"},
+      {sin(score) * cos(score) + erf(score), "sin(score) * cos(score) + erf(score)"},
   };
   for (const auto& [built, text] : rows) {
     EXPECT_EQ(built, parsed(text)) << built.str() << " and " << text;
@@ -53,6 +55,8 @@ TEST(Expression, PrintsTheLanguage) {
   EXPECT_EQ(round_trip("(q - kv) * (q - kv) < 9 & q - kv >= 0"), "t0 = q - kv; t0 * t0 < 9 & 0 <= t0");
   EXPECT_EQ(round_trip("a = q - kv; b = a // 2; a - (b - 1)"), "t0 = q - kv; t0 - (t0 // 2 - 1)");
   EXPECT_EQ(round_trip("q - 1 - 2"), "q - 1 - 2");
+  EXPECT_EQ(round_trip("q << 1 + kv >> 2 & 3 | q"), "q << 1 + kv >> 2 & 3 | q");
+  EXPECT_EQ(round_trip("(q << 1) + (kv >> (2 & 3))"), "(q << 1) + (kv >> 2)");
   EXPECT_EQ(round_trip("-q // -3"), "-q // -3");
   EXPECT_EQ(round_trip("-(q // 3)"), "-(q // 3)");
   EXPECT_EQ(round_trip("!(q < kv) | !!(q == kv)"), "!(q < kv) | q == kv");
@@ -106,7 +110,10 @@ TEST(Expression, RefusalsNamePlaceExpectedAndActual) {
       {"3q", "expression.syntax: at character 2: expected an operator behind a number, got \"q\""},
       {"q + x",
        "expression.name: at character 5: expected a function or one of score, batch, head, q, kv, q_len, kv_len, doc, slope; got \"x\""},
-      {"q & kv", "expression.type: at character 3: & takes bool, got int"},
+      {"q & (kv < 1)", "expression.type: at character 3: & takes two bools or two ints, got bool"},
+      {"(kv < 1) | q", "expression.type: at character 10: | takes two bools or two ints, got int"},
+      {"q ^ score", "expression.type: at character 3: ^ takes two bools or two ints, got float"},
+      {"q << score", "expression.type: at character 3: << takes int, got float"},
       {"score // 2", "expression.type: at character 7: // takes int, got float"},
       {"(q < kv) + 1", "expression.type: at character 10: + takes int or float, got bool"},
       {"q < (q < 2)", "expression.type: at character 3: < takes int or float, got bool"},

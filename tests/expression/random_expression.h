@@ -59,7 +59,7 @@ class RandomExpressions {
   Term integer(int depth) {
     if (depth <= 0) return below(3) == 0 ? number() : variable();
     const int d = depth - 1;
-    switch (below(13)) {
+    switch (below(18)) {
       case 0: return integer(d) + integer(d);
       case 1: return integer(d) - integer(d);
       case 2: return integer(d) * integer(d);
@@ -72,13 +72,18 @@ class RandomExpressions {
       case 9: return terms::to_int(real(d));
       case 10: return terms::to_int(boolean(d));
       case 11: return terms::where(boolean(d), integer(d), integer(d));
+      case 12: return integer(d) & integer(d);
+      case 13: return integer(d) | integer(d);
+      case 14: return integer(d) ^ integer(d);
+      case 15: return integer(d) << (below(2) == 0 ? Term(below(9)) : integer(d));
+      case 16: return integer(d) >> (below(2) == 0 ? Term(below(9)) : integer(d));
       default: return terms::tensor("doc", ExpressionType::integer, 2)(terms::batch, integer(d));
     }
   }
   Term real(int depth) {
     if (depth <= 0) return with_score_ && below(2) == 0 ? Term(terms::score) : below(2) == 0 ? terms::to_float(variable()) : real_number();
     const int d = depth - 1;
-    switch (below(18)) {
+    switch (below(21)) {
       case 0: return real(d) + real(d);
       case 1: return real(d) - real(d);
       case 2: return real(d) * real(d);
@@ -96,6 +101,9 @@ class RandomExpressions {
       case 14: return terms::to_float(integer(d));
       case 15: return terms::to_float(boolean(d));
       case 16: return terms::where(boolean(d), real(d), real(d));
+      case 17: return terms::sin(real(d));
+      case 18: return terms::cos(real(d));
+      case 19: return terms::erf(real(d));
       default: return terms::tensor("slope", ExpressionType::real, 1)(integer(d));
     }
   }

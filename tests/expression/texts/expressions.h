@@ -14,7 +14,8 @@ inline std::vector<Expression> usual_expressions() {
         "exp(-abs(score)) + log(score) + sqrt(score) + sigmoid(score) + floor(score)", "min(max(score, -1), 1)", "score * score + 1 < 5",
         "q_len * kv_len // (kv - 5) % 7", "where(kv == 0, score, score - 0.01 * abs(q - kv))",
         "score * 0.5 - (q_len - kv + 3) * slope[head]", "2 * score + tanh(score) / (1 + abs(score)) - (score - 7)",
-        "score + 0.1 * doc[batch, kv] + 0.25 * (kv - q) * slope[1]"})
+        "score + 0.1 * doc[batch, kv] + 0.25 * (kv - q) * slope[1]", "score + sin(0.1 * (q - kv)) - cos(score) * erf(score)",
+        "(q & 7) << 1 == (kv >> 1 | kv & 5 ^ 3)"})
     all.push_back(parse_expression(text, tensors));
   return all;
 }
