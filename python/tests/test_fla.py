@@ -283,7 +283,6 @@ REFUSED = {
         r"k: expected \[2, 19, 2, 16\], got \[2, 19, 2, 8\]",
     ),
     "dims": (lambda: ops.chunk_simple_gla(L.q[0], L.k[0], L.v[0]), ValueError, r"\[batch, length, heads, dim\], got \[19, 2, 16\]"),
-    "types": (lambda: ops.chunk_simple_gla(L.q, L.k.half(), L.v), ValueError, "k: expected torch.float32.* got torch.float16"),
     "float64": (lambda: ops.chunk_simple_gla(*(x.double() for x in L.qkv)), TypeError, "float64"),
     "gate": (lambda: ops.chunk_gated_delta_rule(*L.qkv, L.gk, L.beta), ValueError, r"g: expected \[2, 19, 4\], got \[2, 19, 4, 16\]"),
     "beta": (lambda: ops.chunk_kda(*L.qkv, L.gk, L.v), ValueError, r"beta: expected \[2, 19, 4\], got \[2, 19, 4, 24\]"),
@@ -318,6 +317,15 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("types", [(torch.float32, torch.float32, torch.float16), (torch.float16, torch.bfloat16, torch.bfloat16)], ids=str)
+def test_types_may_differ_and_the_output_has_that_of_v(types):
+    layer = Layer()
+    q, k, v = (x.to(dtype) for x, dtype in zip(layer.qkv, types))
+    out, _ = ops.fused_recurrent_gated_delta_rule(q, k, v, layer.g, beta=layer.beta, use_qk_l2norm_in_kernel=True)
+    expected, _ = ops.fused_recurrent_gated_delta_rule(q.float(), k.float(), v.float(), layer.g, beta=layer.beta, use_qk_l2norm_in_kernel=True)
+    assert torch.equal(out, expected.to(v.dtype))
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case):
     call, error, text = REFUSED[case]
@@ -332,7 +340,7 @@ def test_threads_have_plans_of_their_own():
 
     def run(layer):
         for _ in range(20):
-            out, _ = ops.chunk_gated_delta_rule(*layer.qkv, layer.g, layer.beta, use_qk_l2norm_in_kernel=True)
+            out, _ = ops.chunk_gated_delta_rule(*layer.qkv, layer.g, beta=layer.beta, use_qk_l2norm_in_kernel=True)
         return out
 
     with ThreadPoolExecutor(4) as pool:

@@ -54,9 +54,6 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     surface.check_shape("v", v, [*q.shape[:2], *v.shape[2:]])
     if not q.shape[2] or v.shape[2] % q.shape[2]:
         raise surface.wrong("v", f"a multiple of the {q.shape[2]} heads of q", v.shape[2])
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise surface.wrong(name, f"{q.dtype}, as q has", x.dtype)
 
 
 def _requests(q: Tensor, sequences: Sequences) -> _state_calls.Requests:
@@ -83,7 +80,7 @@ def _state(q: Tensor, v: Tensor, sequences: Sequences, requests: _state_calls.Re
 
 
 def _per_token(x: Optional[Tensor], dtype: torch.dtype) -> Optional[Tensor]:
-    """Gates and betas: kernels take them in float32 or in the type of q."""
+    """Gates and betas: kernels take them in float32 or in the type that q, k and v are computed in."""
     return None if x is None else _state_calls.rows(x if x.dtype in (dtype, torch.float32) else x.to(torch.float32))
 
 
@@ -100,25 +97,26 @@ def run(
     gate_bias: Optional[Tensor] = None,
     **fields: Hashable,
 ) -> Result:
-    """The recurrence. fields: of RecurrentSpec."""
+    """The recurrence. fields: of RecurrentSpec. Of q, k and v of different types it is computed in one that holds all; the output has that of v."""
     no_gradient(q, k, v, gate, beta, rates, gate_bias, sequences.initial_state)
     requests = _requests(q, sequences)
     state = _state(q, v, sequences, requests)
     if scale is not None and not scale:
         raise surface.wrong("scale", "None or a number other than 0", scale)
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     out = _state_calls.recurrent(
-        *map(_state_calls.rows, (q, k, v)),
+        *(_state_calls.rows(x.to(dtype)) for x in (q, k, v)),
         state,
         requests,
-        gate=_per_token(gate, q.dtype),
-        beta=_per_token(beta, q.dtype),
+        gate=_per_token(gate, dtype),
+        beta=_per_token(beta, dtype),
         rates=_state_calls.f32(rates),
         gate_bias=_state_calls.f32(gate_bias),
         scale=0.0 if scale is None else float(scale),
         layout="v_first" if sequences.state_v_first else "k_first",
         **fields,
     )
-    return out.view(v.shape), state if sequences.output_final_state else None
+    return out.view(v.shape).to(v.dtype), state if sequences.output_final_state else None
 
 
 def beta_fields(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> Dict[str, Hashable]:
