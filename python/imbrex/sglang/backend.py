@@ -80,6 +80,7 @@ class Backend(AttentionBackend):
         self.max_keys = self.req_to_token.shape[1]
         self.chunk = getattr(runner, "attention_chunk_size", None) or 0  # of layers with local attention
         self.max_context_len = runner.model_config.context_len  # SGLang's workers size masks by it
+        self.of_drafts = bool(getattr(runner, "is_draft_worker", False))
         gpu = self.device_text != "cpu"
         speculative = runner.spec_algorithm.is_speculative()
         wanted = self.settings.on_device
@@ -213,7 +214,8 @@ class Backend(AttentionBackend):
         encoder = None if batch.encoder_lens is None else self._encoder(batch, rows, graph, on_device)
         behind = None if encoder is None else batch.encoder_lens[:num_reqs]
         table = block_table(self.req_to_token, rows, min(longest, self.max_keys), self.page_size, out, behind)
-        looked_at = not (graph or on_device or drafted or (mode.is_decode() and self.device_text != "cpu"))
+        unwritten = batch.out_cache_loc is None  # by steps over the target's own cache (FROZEN_KV_MTP)
+        looked_at = not (graph or on_device or drafted or unwritten or (mode.is_decode() and self.device_text != "cpu"))
         if self._slot_check is not None and looked_at:
             self._slot_check(table, starts, lens, batch.out_cache_loc)
         drafts = self._drafts(batch, graph, None if on_device else lens) if mode.is_target_verify() else Drafts()
@@ -230,7 +232,7 @@ class Backend(AttentionBackend):
         mode = batch.forward_mode
         if mode.is_decode():
             if batch.spec_info is not None:
-                raise NotImplementedError("imbrex does not have this in SGLang: decoding of draft tokens over the target's cache (FROZEN_KV_MTP)")
+                raise NotImplementedError("imbrex: expected steps that decode drafts to be planned by a draft worker's backends in SGLang, or without spec_info")
             return 1, 0
         if mode.is_target_verify():
             drafts = drafts_of_each(batch.spec_info)
@@ -248,7 +250,8 @@ class Backend(AttentionBackend):
     def _host_lens(self, batch: Any, num_reqs: int, query_lens: Any) -> Optional[torch.Tensor]:
         lens = batch.seq_lens if self.device_text == "cpu" else batch.seq_lens_cpu
         known = lens is not None and (isinstance(query_lens, int) or query_lens.device.type == "cpu")
-        drafted = batch.forward_mode.is_target_verify() or batch.forward_mode.is_draft_extend_v2()
+        mode = batch.forward_mode
+        drafted = mode.is_target_verify() or mode.is_draft_extend_v2() or (self.of_drafts and mode.is_decode())
         if not known or self.on_device and (self.settings.on_device == "always" or drafted):
             return None
         return torch.as_tensor(lens, device="cpu")[:num_reqs].to(torch.int32)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 torch = pytest.importorskip("torch")
+from serving import check  # noqa: E402
 from sglang_runner import Runner, prefilled  # noqa: E402
 from test_sglang_draft_workers import draft_runner, on_device  # noqa: E402, F401
 from test_sglang_layers import of_type  # noqa: E402
@@ -77,3 +78,51 @@ def test_rows_of_padding_behind_them(device, on_device):  # noqa: F811
             runner._check(index, layer, out.view(out.shape[0], layer.tp_q_head_num, layer.v_head_dim), inputs[index][0], scheduled, None)
         for request, count in scheduled:
             request.computed += count
+
+
+def over_the_targets_cache(device, page_size):
+    """A chain over the cache of a target (FROZEN_KV_MTP): all of its steps are one token a request in front of the last, which writes nothing. SGLang lends
+    the draft's backend the target's pool, and plans without spec_info. Returns the draft's backend."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    layers = [{}, dict(sliding_window_size=9)]
+    target = Runner(device, layers, page_size=page_size)
+    own = MHATokenToKVPool(64, page_size, torch.bfloat16, 2, 64, 2, device)
+    draft = draft_runner(device, layers, page_size=page_size, pool=own, req_to_token_pool=target.req_to_token_pool)
+    backend, requests = draft.attn_backend, prefilled(target)
+    for _ in range(2):
+        batch = target.batch(ForwardMode.DECODE, [(r, 0) for r in requests], out_cache_loc=None)
+        batch.seq_lens_cpu = None if backend.device_text == "cpu" else batch.seq_lens_cpu + 4  # a bound
+        backend.token_to_kv_pool = target.token_to_kv_pool
+        backend.init_forward_metadata(batch)
+        for _ in range(3):
+            for index, layer in enumerate(draft.layers):
+                q = torch.randn(len(requests), 8, 64, device=device).to(target.dtype)
+                out = layer(q.flatten(1), None, None, batch, backend, save_kv_cache=False).view(q.shape)
+                for i, r in enumerate(requests):
+                    kept = (r.keys[index][: r.computed], r.values[index][: r.computed])
+                    window = layers[index].get("sliding_window_size", -1)
+                    check(out[i : i + 1], q[i : i + 1], *kept, target.dtype, f"layer {index}, {r.name}", causal=True, scale=layer.scaling, window_left=window)
+        backend.token_to_kv_pool = own
+        target.step([(r, 1) for r in requests])
+    return backend
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_chains_over_the_targets_cache(device, page_size):
+    over_the_targets_cache(device, page_size)
+
+
+def test_chains_over_the_targets_cache_planned_on_the_gpu(device, on_device):  # noqa: F811
+    """The host knows no more than a bound of lengths."""
+    assert over_the_targets_cache(device, 1).forward_metadata.on_device
+
+
+def test_steps_that_decode_drafts_otherwise_are_refused(device):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    runner = draft_runner(device, [{}])
+    (a, *_) = prefilled(runner)
+    with pytest.raises(NotImplementedError, match="steps that decode drafts to be planned by a draft worker's backends"):
+        runner.step([(a, 1)], mode=ForwardMode.DECODE, spec_info=SimpleNamespace())
