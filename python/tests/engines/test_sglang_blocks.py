@@ -117,12 +117,3 @@ def test_chains_over_the_targets_cache(device, page_size):
 def test_chains_over_the_targets_cache_planned_on_the_gpu(device, on_device):  # noqa: F811
     """The host knows no more than a bound of lengths."""
     assert over_the_targets_cache(device, 1).forward_metadata.on_device
-
-
-def test_steps_that_decode_drafts_otherwise_are_refused(device):
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    runner = draft_runner(device, [{}])
-    (a, *_) = prefilled(runner)
-    with pytest.raises(NotImplementedError, match="steps that decode drafts to be planned by a draft worker's backends"):
-        runner.step([(a, 1)], mode=ForwardMode.DECODE, spec_info=SimpleNamespace())
