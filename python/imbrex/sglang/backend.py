@@ -232,7 +232,9 @@ class Backend(AttentionBackend):
         mode = batch.forward_mode
         if mode.is_decode():
             if batch.spec_info is not None:
-                raise NotImplementedError("imbrex: expected steps that decode drafts to be planned by a draft worker's backends in SGLang, or without spec_info")
+                raise NotImplementedError(
+                    "imbrex: expected steps that decode drafts to be planned by a draft worker's backends in SGLang, or without spec_info"
+                )
             return 1, 0
         if mode.is_target_verify():
             drafts = drafts_of_each(batch.spec_info)

@@ -32,7 +32,12 @@ def verification():
 def test_blocks(device, page_size, graph):
     """Full layers see the whole block, sliding ones are causal. The context is as the target has left it, so that a worker begins where it was."""
     sinks = torch.randn(8, device=device)
-    layers = [of_type("ENCODER_ONLY"), dict(sliding_window_size=9), of_type("ENCODER_ONLY", sliding_window_size=9), of_type("ENCODER_ONLY", sinks=sinks)]
+    layers = [
+        of_type("ENCODER_ONLY"),
+        dict(sliding_window_size=9),
+        of_type("ENCODER_ONLY", sliding_window_size=9),
+        of_type("ENCODER_ONLY", sinks=sinks),
+    ]
     runner = draft_runner(device, layers, page_size=page_size)
     requests = [runner.request(name, 90) for name in "abc"]
     for request, length in zip(requests, (37, 61, 20)):  # a draft's prompts are written, and not run
@@ -103,7 +108,16 @@ def over_the_targets_cache(device, page_size):
                 for i, r in enumerate(requests):
                     kept = (r.keys[index][: r.computed], r.values[index][: r.computed])
                     window = layers[index].get("sliding_window_size", -1)
-                    check(out[i : i + 1], q[i : i + 1], *kept, target.dtype, f"layer {index}, {r.name}", causal=True, scale=layer.scaling, window_left=window)
+                    check(
+                        out[i : i + 1],
+                        q[i : i + 1],
+                        *kept,
+                        target.dtype,
+                        f"layer {index}, {r.name}",
+                        causal=True,
+                        scale=layer.scaling,
+                        window_left=window,
+                    )
         backend.token_to_kv_pool = own
         target.step([(r, 1) for r in requests])
     return backend
