@@ -102,7 +102,9 @@ def blocks(size, window=0, markov_rank=0, **changes):
 def mtp(num_layers, window):
     """Several layers of MTP as MiMo-V2 has them: windows, sinks, values of half the size of keys. Layer i drafts the token i + 2 behind."""
     random = Random(6)
-    heads = dict(num_attention_heads=DRAFT["q_heads"], num_key_value_heads=DRAFT["kv_heads"], head_dim=DRAFT["head_dim"], v_head_dim=DRAFT["head_dim"] // 2)
+    heads = dict(
+        num_attention_heads=DRAFT["q_heads"], num_key_value_heads=DRAFT["kv_heads"], head_dim=DRAFT["head_dim"], v_head_dim=DRAFT["head_dim"] // 2
+    )
     config = dict(
         architectures=["MiMoV2FlashForCausalLM"],
         model_type="qwen2",

@@ -36,7 +36,9 @@ class Blocks:
 
     def attention(self, layer, x, context, positions):
         head = f"layers.{layer}.self_attn."
-        q, k = (norm(self.heads(layer, name, of), self.weights[f"{head}{name}_norm.weight"]) for name, of in (("q", x), ("k", torch.cat([context, x]))))
+        q, k = (
+            norm(self.heads(layer, name, of), self.weights[f"{head}{name}_norm.weight"]) for name, of in (("q", x), ("k", torch.cat([context, x])))
+        )
         v = self.heads(layer, "v", torch.cat([context, x]))
         q, k = rotated(q, positions), rotated(k, torch.arange(len(k)))
         seen = torch.ones(len(q), len(k), dtype=torch.bool)

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from serving import check  # noqa: E402
 from sglang_runner import Runner, prefilled  # noqa: E402
-from test_sglang_draft_workers import draft_runner, on_device  # noqa: E402, F401
+from test_sglang_draft_workers import draft_runner  # noqa: E402
 from test_sglang_layers import of_type  # noqa: E402
 from test_sglang_trees import specs  # noqa: E402
 
@@ -65,7 +65,7 @@ def test_as_many_drafts_as_each_request_has(device, page_size):
         runner.step(list(zip(requests, counts)), mode=verification(), spec_info=info, input_ids=torch.zeros(sum(counts), device=device))
 
 
-def test_rows_of_padding_behind_them(device, on_device):  # noqa: F811
+def test_rows_of_padding_behind_them(device, on_device):
     """On a GPU SGLang knows a bound of them alone: there are rows behind the last request's."""
     runner = Runner(device, [{}, dict(sliding_window_size=7)], speculative=True)
     requests, backend = prefilled(runner), runner.attn_backend
@@ -128,6 +128,6 @@ def test_chains_over_the_targets_cache(device, page_size):
     over_the_targets_cache(device, page_size)
 
 
-def test_chains_over_the_targets_cache_planned_on_the_gpu(device, on_device):  # noqa: F811
+def test_chains_over_the_targets_cache_planned_on_the_gpu(device, on_device):
     """The host knows no more than a bound of lengths."""
     assert over_the_targets_cache(device, 1).forward_metadata.on_device
