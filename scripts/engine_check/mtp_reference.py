@@ -127,6 +127,7 @@ class Frozen:
     def save(self, folder):
         self.assistant.save_pretrained(folder)
         m.tokenizer().save_pretrained(folder)
+        self.assistant.config.text_config.sliding_window -= 1  # in SGLang an assistant sees as many keys as the target does, in transformers one more
 
     def tokens_a_step(self, prompt, answer):
         states, cached = self.cached(prompt + answer)
