@@ -1,32 +1,43 @@
-"""SGLang's engine on a CPU with a draft worker of imbrex: a model drafts for itself, and every token is held to transformers in float32.
+"""SGLang's engine on a CPU with draft workers of imbrex: small models with random weights, and every token is held to transformers in float32.
 
-sglang_drafts.py MODEL: prints a Markdown table, exits with 1 when something is wrong. SGLang's own kernels of trees and slots are stand-ins
-(stand_ins/sgl_kernel, some of them SGLang's Triton kernels by Triton's interpreter).
+sglang_drafts.py MODEL: prints Markdown tables, exits with 1 when something is wrong. First the model drafts for itself (STANDALONE); then a model of few tokens
+has drafts of blocks (DFLASH, DSPARK), of several layers of MTP, and of a chain over its own cache (FROZEN_KV_MTP), and of each as many are to be accepted as
+draft_reference.py and mtp_reference.py say. SGLang's own kernels of trees and slots are stand-ins (stand_ins/sgl_kernel, some of them SGLang's Triton kernels
+by Triton's interpreter), and what keeps workers from CPUs is taken away (stand_ins/sglang_on_a_cpu).
 """
 
+import json
 import os
 import random
 import sys
+import tempfile
+from pathlib import Path
 
 os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", TRITON_INTERPRET="1")
+import draft_models  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from draft_reference import Blocks, tokens_a_step  # noqa: E402
 from make_models import VOCABULARY  # noqa: E402
+from mtp_reference import Frozen, Mtp  # noqa: E402
 
 LENGTHS, COUNT = (50, 133, 7), 32
 WAYS = ((3, 1, 4, 1), (4, 1, 5, 16), (3, 4, 8, 1), (3, 4, 8, 16))  # steps, top-k, drafts, tokens of a page
+SIZE, WINDOW, RANK, RECENT, DEPTH = 6, 21, 16, 32, 3  # of a block; of layers and of all drafts in tokens; of DSPARK's bias; layers of MTP
+COMPACT = dict(sample_batch_tokens=[1, 4, 8, 12, 16, 20, 24], sample_steps_per_sec=[10.0, 8.0, 6.0, 5.0, 4.0, 3.0, 2.0], max_batch_tokens=1024)
 
 
-def prompts():
+def prompts(vocabulary=VOCABULARY):
     made = [random.Random(seed) for seed in range(len(LENGTHS))]
-    return [[r.randrange(4, VOCABULARY) for _ in range(length)] for r, length in zip(made, LENGTHS)]
+    return [[r.randrange(4, vocabulary) for _ in range(length)] for r, length in zip(made, LENGTHS)]
 
 
-def generate(model, steps, topk, drafts, page_size):
+def generate(model, draft, page_size, vocabulary=VOCABULARY, **how):
     import sglang
 
     engine = sglang.Engine(
-        model_path=model,
+        model_path=str(model),
+        speculative_draft_model_path=str(draft),
         device="cpu",
         dtype="float32",
         attention_backend="imbrex",
@@ -36,57 +47,118 @@ def generate(model, steps, topk, drafts, page_size):
         chunked_prefill_size=256,
         skip_server_warmup=True,
         disable_overlap_schedule=True,
+        disable_hybrid_swa_memory=True,
         log_level="error",
-        speculative_algorithm="STANDALONE",
-        speculative_draft_model_path=model,
-        speculative_num_steps=steps,
-        speculative_eagle_topk=topk,
-        speculative_num_draft_tokens=drafts,
+        **how,
     )
     try:
-        return engine.generate(input_ids=prompts(), sampling_params=dict(temperature=0, max_new_tokens=COUNT, ignore_eos=True))
+        return engine.generate(input_ids=prompts(vocabulary), sampling_params=dict(temperature=0, max_new_tokens=COUNT, ignore_eos=True))
     finally:
         engine.shutdown()
+
+
+def chain(steps, topk=1, drafts=0):
+    return dict(speculative_num_steps=steps, speculative_eagle_topk=topk, speculative_num_draft_tokens=drafts or steps + 1)
 
 
 def texts(numbers):
     return ", ".join(f"{x:.2f}" for x in numbers)
 
 
-def best_of(reference, tokens):
-    return int(reference(torch.tensor([tokens])).logits[0, -1].argmax())
+def compared(reference, expected_of, answers, vocabulary=VOCABULARY):
+    """How many tokens are the greedy choice, and tokens of each prompt's steps as they are and as they should be."""
+    best, lengths, expected = 0, [], []
+    for prompt, answer in zip(prompts(vocabulary), answers):
+        tokens = answer["output_ids"]
+        logits = reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        best += int((logits.argmax(-1) == torch.tensor(tokens)).sum())
+        lengths.append(answer["meta_info"]["spec_accept_length"])
+        expected.append(expected_of(prompt, tokens))
+    return best, lengths, expected
 
 
-def tokens_a_step(reference, prompt, answer, steps):
-    """Of a chain: the model drafts without the prompt's first token, as SGLang's draft models do."""
-    known, count, rounds = prompt + answer, len(prompt) + 1, 0  # the prompt's own step gives a token
-    while count < len(known):
-        drafts, kept = known[1:count], 0
-        while kept < steps:
-            drafts = [*drafts, best_of(reference, drafts)]
-            if count + kept < len(known) and drafts[-1] != known[count + kept]:
-                break
-            kept += 1
-        count, rounds = count + kept + 1, rounds + 1
-    return COUNT / rounds
+TOTAL = COUNT * len(LENGTHS)
+
+
+def of_itself(model):
+    """The model drafts without the prompt's first token, as SGLang's draft models do."""
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    wrong = 0
+    print(
+        "| steps, top-k, drafts | pages of | greedy choice of float32 | tokens a step of each prompt | of a chain in float32 |\n|---|---|---|---|---|",
+        flush=True,
+    )
+    for steps, topk, drafts, page_size in WAYS:
+
+        def drafts_of(known, count=steps):
+            found = known[1:]
+            for _ in range(count):
+                found = [*found, int(reference(torch.tensor([found])).logits[0, -1].argmax())]
+            return found[-count:]
+
+        answers = generate(model, model, page_size, speculative_algorithm="STANDALONE", **chain(steps, topk, drafts))
+        best, lengths, expected = compared(reference, lambda *of: tokens_a_step(drafts_of, *of), answers)
+        wrong += best < TOTAL or any(found < chain - 0.01 or (topk == 1 and found > chain + 0.01) for found, chain in zip(lengths, expected))
+        print(f"| {steps}, {topk}, {drafts} | {page_size} | {best} of {TOTAL} | {texts(lengths)} | {texts(expected)} |", flush=True)
+    return wrong
+
+
+def learned(target, drafts, folder):
+    """Drafts whose last matrix is fitted to answers of the target's, those to the check's prompts among them."""
+    asked = prompts(draft_models.TOKENS) + [[r.randrange(4, draft_models.TOKENS) for _ in range(24)] for r in map(random.Random, range(100, 116))]
+    answers = [target.generate(torch.tensor([x]), do_sample=False, max_new_tokens=COUNT + 8, eos_token_id=None)[0, len(x) :].tolist() for x in asked]
+    drafts.learn(list(zip(asked, answers)))
+    drafts.save(folder)
+    return drafts
+
+
+def others(base):
+    """Rows of the second table: what is drafted, a draft's folder with its reference, pages, and SGLang's arguments."""
+    llama = draft_models.target(base / "llama")
+    gemma, assistant = draft_models.gemma(base / "gemma")
+    (base / "compact.json").write_text(json.dumps(COMPACT))
+
+    def blocks(name, *options):
+        return learned(llama, Blocks(llama, *draft_models.blocks(SIZE, *options)), base / name)
+
+    dflash, dspark, sliding, both = blocks("dflash"), blocks("dspark", 0, RANK), blocks("sliding", WINDOW), blocks("both", WINDOW, RANK)
+    mtp = learned(llama, Mtp(llama, *draft_models.mtp(DEPTH, WINDOW)), base / "mtp")
+    frozen = learned(gemma, Frozen(gemma, assistant, DEPTH), base / "assistant")
+    several, cut = dict(enable_multi_layer_eagle=True, **chain(DEPTH)), dict(speculative_draft_window_size=RECENT)
+    yield "DFLASH, blocks of 6", "llama", "dflash", dflash, 1, dict(speculative_algorithm="DFLASH")
+    yield "DFLASH, a causal layer with a window of 21", "llama", "sliding", sliding, 16, dict(speculative_algorithm="DFLASH")
+    for page_size in (1, 16):
+        dflash.recent, dflash.page_size = RECENT, page_size
+        yield "DFLASH, a draft's window of 32", "llama", "dflash", dflash, page_size, dict(speculative_algorithm="DFLASH", **cut)
+    yield "DSPARK, 6 drafts", "llama", "dspark", dspark, 1, dict(speculative_algorithm="DSPARK")
+    yield "DSPARK, a causal layer with a window of 21", "llama", "both", both, 16, dict(speculative_algorithm="DSPARK")
+    compact = dict(speculative_algorithm="DSPARK", speculative_dspark_sps_table_path=str(base / "compact.json"))
+    yield "DSPARK, compact", "llama", "dspark", dspark, 1, compact
+    for page_size in (1, 16):
+        yield "three layers of MTP, windows of 21, sinks", "llama", "mtp", mtp, page_size, dict(speculative_algorithm="EAGLE", **several)
+    for page_size in (1, 16):
+        yield "FROZEN_KV_MTP, a chain of 3", "gemma", "assistant", frozen, page_size, dict(speculative_algorithm="FROZEN_KV_MTP", **chain(DEPTH))
+
+
+def of_others(base):
+    wrong = 0
+    print("\n| drafts | pages of | greedy choice of float32 | tokens a step of each prompt | as it should be |\n|---|---|---|---|---|", flush=True)
+    for name, target, draft, reference, page_size, how in others(base):
+        compact = name.endswith("compact")  # verifies fewer drafts, those that are likely to be kept
+        os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact" if compact else "static"
+        answers = generate(base / target, base / draft, page_size, draft_models.TOKENS, **how)
+        best, lengths, expected = compared(reference.target, reference.tokens_a_step, answers, draft_models.TOKENS)
+        wrong += best < TOTAL or any(found > most + 0.01 or (not compact and found < most - 0.01) for found, most in zip(lengths, expected))
+        print(f"| {name} | {page_size} | {best} of {TOTAL} | {texts(lengths)} | {'at most ' if compact else ''}{texts(expected)} |", flush=True)
+    return wrong
 
 
 @torch.no_grad()
 def main(model):
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
-    wrong = 0
-    print("| steps, top-k, drafts | pages of | greedy choice of float32 | tokens a step of each prompt | of a chain in float32 |\n|---|---|---|---|---|", flush=True)
-    for steps, topk, drafts, page_size in WAYS:
-        best, lengths, expected = 0, [], []
-        for prompt, answer in zip(prompts(), generate(model, steps, topk, drafts, page_size)):
-            tokens = answer["output_ids"]
-            logits = reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-            best += int((logits.argmax(-1) == torch.tensor(tokens)).sum())
-            lengths.append(answer["meta_info"]["spec_accept_length"])
-            expected.append(tokens_a_step(reference, prompt, tokens, steps))
-        total = COUNT * len(LENGTHS)
-        wrong += best < total or any(found < chain - 0.01 or (topk == 1 and found > chain + 0.01) for found, chain in zip(lengths, expected))
-        print(f"| {steps}, {topk}, {drafts} | {page_size} | {best} of {total} | {texts(lengths)} | {texts(expected)} |", flush=True)
+    torch.set_num_threads(1)  # for small matrices, beside an engine
+    wrong = of_itself(model)
+    with tempfile.TemporaryDirectory() as base:
+        wrong += of_others(Path(base))
     return 1 if wrong else 0
 
 

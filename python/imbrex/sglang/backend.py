@@ -17,7 +17,7 @@ from ..plan import KvLayer, Plan, Workspace
 from . import WRITTEN_FOR
 from .layers import mask_fields, refuse_layer, score_mod
 from .pages import SlotCheck, block_table, check_pool, kv_layer, latent_dims, rows_of
-from .verify import MOST_TREE_TOKENS, Drafts, asked_mask, drafts_of
+from .verify import MOST_TREE_TOKENS, Drafts, asked_mask, drafts_of, drafts_of_each
 
 logger = logging.getLogger("imbrex")
 
@@ -80,6 +80,7 @@ class Backend(AttentionBackend):
         self.max_keys = self.req_to_token.shape[1]
         self.chunk = getattr(runner, "attention_chunk_size", None) or 0  # of layers with local attention
         self.max_context_len = runner.model_config.context_len  # SGLang's workers size masks by it
+        self.of_drafts = bool(getattr(runner, "is_draft_worker", False))
         gpu = self.device_text != "cpu"
         speculative = runner.spec_algorithm.is_speculative()
         wanted = self.settings.on_device
@@ -188,14 +189,14 @@ class Backend(AttentionBackend):
         if mode.is_idle():
             self.forward_metadata = None
             return
-        num_reqs = batch.batch_size
+        num_reqs, drafted = batch.batch_size, mode.is_target_verify() or mode.is_draft_extend_v2()
         query_lens, ahead = self._query_lens(batch, num_reqs)
         host = self._host_lens(batch, num_reqs, query_lens)
         on_device = host is None
         if on_device and not self.on_device:
             raise ValueError('imbrex: expected lengths on the host, got none: the setting on_device "always" does without')
         lens = batch.seq_lens[:num_reqs].to(torch.int32) if on_device else host
-        lens = lens + ahead if ahead else lens
+        lens = lens + ahead
         if graph and mode.is_draft_extend_v2():
             lens = lens.clamp(min=query_lens)  # of padding, which is a token long
         starts = torch.zeros(num_reqs + 1, dtype=torch.int32, device=lens.device)
@@ -204,16 +205,17 @@ class Backend(AttentionBackend):
             num_tokens = num_reqs * query_lens
         else:
             starts[1:] = query_lens.to(lens.device).cumsum(0)
-            num_tokens = int(batch.extend_num_tokens) if on_device else int(starts[-1])
+            num_tokens = int(starts[-1]) if not on_device else batch.input_ids.numel() if drafted else int(batch.extend_num_tokens)
         known = None if self._glued or self._plans_in_graph(mode) else getattr(batch, "max_seq_len_host", None)
-        longest = int(lens.max()) if not on_device and num_reqs else self.max_keys if known is None else known + ahead
+        most = ahead if isinstance(ahead, int) else batch.spec_info.draft_token_num
+        longest = int(lens.max()) if not on_device and num_reqs else self.max_keys if known is None else known + most
         out = self._graph_table if graph else None
         rows = batch.req_pool_indices[:num_reqs]
         encoder = None if batch.encoder_lens is None else self._encoder(batch, rows, graph, on_device)
         behind = None if encoder is None else batch.encoder_lens[:num_reqs]
         table = block_table(self.req_to_token, rows, min(longest, self.max_keys), self.page_size, out, behind)
-        drafted = mode.is_target_verify() or mode.is_draft_extend_v2()
-        looked_at = not (graph or on_device or drafted or (mode.is_decode() and self.device_text != "cpu"))
+        unwritten = batch.out_cache_loc is None  # by steps over the target's own cache (FROZEN_KV_MTP)
+        looked_at = not (graph or on_device or drafted or unwritten or (mode.is_decode() and self.device_text != "cpu"))
         if self._slot_check is not None and looked_at:
             self._slot_check(table, starts, lens, batch.out_cache_loc)
         drafts = self._drafts(batch, graph, None if on_device else lens) if mode.is_target_verify() else Drafts()
@@ -225,15 +227,18 @@ class Backend(AttentionBackend):
         self._num_steps += 1
         self.forward_metadata = Step(self._num_steps, starts, lens, table, None, Drafts(), False, lens.numel(), graph, self.on_device)
 
-    def _query_lens(self, batch: Any, num_reqs: int) -> Tuple[Any, int]:
-        """Query tokens of each request, as one number or int32 [requests], and how many of them seq_lens does not count."""
+    def _query_lens(self, batch: Any, num_reqs: int) -> Tuple[Any, Any]:
+        """Query tokens of each request, and how many of them seq_lens does not count: each as one number or int32 [requests]."""
         mode = batch.forward_mode
         if mode.is_decode():
             if batch.spec_info is not None:
-                raise NotImplementedError("imbrex does not have this in SGLang: decoding of draft tokens over the target's cache (FROZEN_KV_MTP)")
+                raise NotImplementedError(
+                    "imbrex: expected steps that decode drafts to be planned by a draft worker's backends in SGLang, or without spec_info"
+                )
             return 1, 0
         if mode.is_target_verify():
-            return batch.spec_info.draft_token_num, batch.spec_info.draft_token_num
+            drafts = drafts_of_each(batch.spec_info)
+            return drafts, drafts
         if mode.is_draft_extend_v2():
             if batch.spec_info.num_front_tokens:
                 raise NotImplementedError("imbrex: expected no tokens in front of a draft's extend in SGLang: SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX=0")
@@ -247,7 +252,8 @@ class Backend(AttentionBackend):
     def _host_lens(self, batch: Any, num_reqs: int, query_lens: Any) -> Optional[torch.Tensor]:
         lens = batch.seq_lens if self.device_text == "cpu" else batch.seq_lens_cpu
         known = lens is not None and (isinstance(query_lens, int) or query_lens.device.type == "cpu")
-        drafted = batch.forward_mode.is_target_verify() or batch.forward_mode.is_draft_extend_v2()
+        mode = batch.forward_mode
+        drafted = mode.is_target_verify() or mode.is_draft_extend_v2() or (self.of_drafts and mode.is_decode())
         if not known or self.on_device and (self.settings.on_device == "always" or drafted):
             return None
         return torch.as_tensor(lens, device="cpu")[:num_reqs].to(torch.int32)

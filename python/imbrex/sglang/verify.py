@@ -30,6 +30,13 @@ def asked_mask(device: torch.device) -> Optional[VerifyMask]:
     return VerifyMask(torch.empty(0, dtype=torch.bool, device=device), TreeMaskMode.QLEN_ONLY, max_bs=0, is_read=False)
 
 
+def drafts_of_each(info: Any) -> Any:
+    """How many tokens of each request a step verifies: one number, or int32 [requests] where DSPARK gives requests fewer whose drafts are unlikely to be kept
+    (SGLANG_RAGGED_VERIFY_MODE=compact). SGLang runs such a step outside of graphs."""
+    layout = getattr(info, "ragged_verify_layout", None)
+    return info.draft_token_num if layout is None else layout.verify_lens.to(torch.int32)
+
+
 def drafts_of(info: Any, num_reqs: int, lens: Optional[Tensor], num_padding: int, graph: bool, device: torch.device) -> Drafts:
     """Of a step's spec_info. lens: keys of each request with its drafts, on the host; None where the host does not know them. Drafts of
     num_padding requests at the end, which are of a graph's padding, are not in spec_info.

@@ -3,7 +3,7 @@
 from typing import Any, Dict, Optional, Tuple
 
 import torch
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from .. import _amx_packed
@@ -155,14 +155,14 @@ class Impl(AttentionImpl):
             return
         if self.kind == "encoder_decoder":
             return scatter(self.kv_of(layer, kv_cache), self.kv_cache_dtype, kv_cache, key, value, slot_mapping)
-        metadata = get_forward_context().attn_metadata
+        metadata = get_forward_context().attn_metadata if is_forward_context_available() else None
         if isinstance(metadata, list):
             metadata = metadata[0]
         if isinstance(metadata, dict):
             metadata = metadata.get(layer.layer_name)
         if metadata is not None and metadata.slot_mapping.data_ptr() == slot_mapping.data_ptr():
             self.write_pages(metadata.plans[self.plan_key], layer, key, value, kv_cache)
-        else:  # a draft model's own slots, or a graph that is captured without metadata
+        else:  # a draft model's own slots, of DFlash also outside of its forward, or a graph that is captured without metadata
             scatter(self.kv_of(layer, kv_cache), self.kv_cache_dtype, kv_cache, key, value, slot_mapping)
 
     def forward(

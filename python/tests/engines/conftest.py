@@ -81,3 +81,27 @@ def registry(sglang):
     assert LINEAR_ATTN_KERNEL_BACKEND_CHOICES.count("imbrex") == 1 and len(HookRegistry._hooks) == 2
     HookRegistry.apply_hooks()
     return attention_registry
+
+
+@pytest.fixture
+def on_device(sglang, monkeypatch, device):
+    """Plans of SGLang's from lengths on the GPU, which CPUs do not have: there the same calls plan on the host, from what the tensors have at that moment."""
+    if device == "cuda":
+        return
+    import imbrex
+    from imbrex.sglang import backend
+
+    def update_on_device(plan, starts, lens, *, max_num_tokens, **arrays):
+        assert starts.dtype == lens.dtype == torch.int32 and max_num_tokens >= int(starts[-1])
+        plan.update(starts, lens, **arrays)
+
+    def init(self, runner, plain=backend.Backend.__init__):
+        plain(self, runner)
+        self.on_device, self.needs_cpu_seq_lens = True, False
+
+    def make_plan(*arguments, on_device, plain=backend.make_plan, **limits):
+        return plain(*arguments, **limits)
+
+    monkeypatch.setattr(imbrex.Plan, "update_on_device", update_on_device)
+    monkeypatch.setattr(backend.Backend, "__init__", init)
+    monkeypatch.setattr(backend, "make_plan", make_plan)

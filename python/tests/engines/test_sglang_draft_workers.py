@@ -14,30 +14,6 @@ pytestmark = pytest.mark.usefixtures("sglang")
 LENGTHS = (37, 61, 20)
 
 
-@pytest.fixture
-def on_device(monkeypatch, device):
-    """Plans from lengths on the GPU, which CPUs do not have: there the same calls plan on the host, from what the tensors have at that moment."""
-    if device == "cuda":
-        return
-    import imbrex
-    from imbrex.sglang import backend
-
-    def update_on_device(plan, starts, lens, *, max_num_tokens, **arrays):
-        assert starts.dtype == lens.dtype == torch.int32 and max_num_tokens == int(starts[-1])
-        plan.update(starts, lens, **arrays)
-
-    def init(self, runner, plain=backend.Backend.__init__):
-        plain(self, runner)
-        self.on_device, self.needs_cpu_seq_lens = True, False
-
-    def make_plan(*arguments, on_device, plain=backend.make_plan, **limits):
-        return plain(*arguments, **limits)
-
-    monkeypatch.setattr(imbrex.Plan, "update_on_device", update_on_device)
-    monkeypatch.setattr(backend.Backend, "__init__", init)
-    monkeypatch.setattr(backend, "make_plan", make_plan)
-
-
 def draft_runner(device, layers, **changes):
     runner = Runner(device, on(device, layers), is_draft_worker=True, draft_attention_backend="imbrex", speculative=True, **changes)
     from sglang.srt.plugins.hook_registry import HookRegistry

@@ -86,7 +86,7 @@ def test_steps_that_are_refused(sglang):
     widened = SimpleNamespace(num_tokens_per_req=3, num_front_tokens=2)
     refused("no tokens in front of a draft's extend .* SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX=0", ForwardMode.DRAFT_EXTEND_V2, spec_info=widened)
     refused("PREBUILT", ForwardMode.PREBUILT)
-    refused("decoding of draft tokens", ForwardMode.DECODE, spec_info=VerifyInput(1, None))
+    refused("planned by a draft worker's backends", ForwardMode.DECODE, spec_info=VerifyInput(1, None))
     backend.init_cuda_graph_state(2, 2)
     with pytest.raises(NotImplementedError, match="CUDA graph of decoding, verification or a draft's extend in SGLang, got EXTEND"):
         backend.init_forward_metadata_out_graph(runner.batch(ForwardMode.EXTEND, [(requests[0], 1)]), in_capture=True)

@@ -1,5 +1,7 @@
 """imbrex.vllm against a stand-in of vLLM: a served model, layouts, slots, graphs, the check of a cache's layout."""
 
+from contextlib import nullcontext
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -124,8 +126,9 @@ def test_what_the_classes_say(vllm):
     assert support(VllmConfig(attention_config=AttentionConfig(use_non_causal=True)), None) is AttentionCGSupport.NEVER
 
 
-def test_slots_that_no_plan_has(plain_rows, device):
-    """As a draft model brings them; what has slot -1 is not kept."""
+@pytest.mark.parametrize("forward", [True, False])
+def test_slots_that_no_plan_has(plain_rows, device, forward):
+    """As a draft model brings them, one of blocks (DFlash) also outside of its forward; what has slot -1 is not kept."""
     for kv_dtype in ("auto", "fp8_e4m3", "fp8_e5m2"):
         runner = Runner(device, PLAIN, kv_dtype=kv_dtype, scales=(0.5, 0.25))
         a = runner.request("a", 40)
@@ -137,7 +140,7 @@ def test_slots_that_no_plan_has(plain_rows, device):
         layer.kv_cache[table] = 0
         from vllm.forward_context import set_forward_context
 
-        with set_forward_context(None, runner.config):
+        with set_forward_context(None, runner.config) if forward else nullcontext():
             layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
         written = [b.contiguous().view(torch.uint8)[table[:1]] for b in (before, layer.kv_cache)]
         assert torch.equal(*written)

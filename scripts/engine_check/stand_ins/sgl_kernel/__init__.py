@@ -71,3 +71,11 @@ def verify_tree_greedy_cpu(*, retrive_index, retrive_next_token, retrive_next_si
 
     links = dict(retrieve_index=retrive_index, retrieve_next_token=retrive_next_token, retrieve_next_sibling=retrive_next_sibling)
     verify_tree_greedy_triton(**args, **links)
+
+
+def rotate_input_ids_cpu(tokens, starts, lens, new, places=None):
+    """Moves each request's tokens by one place to the front; at its place, or the end, comes a new one."""
+    for row, (start, count) in enumerate(zip(starts.tolist(), lens.tolist())):
+        if count > 0:
+            tokens[start : start + count - 1] = tokens[start + 1 : start + count].clone()
+            tokens[start + count - 1 if places is None else int(places[row])] = new.reshape(-1)[row]

@@ -18,6 +18,10 @@ def get_forward_context():
     return _context
 
 
+def is_forward_context_available():
+    return _context is not None
+
+
 @contextmanager
 def set_forward_context(attn_metadata, vllm_config, slot_mapping=None):
     global _context
