@@ -392,6 +392,9 @@ inline std::vector<Variant> variants() {
       "int doc[,]; float bias[,]; bool shown[]; float slope[];"
       "where(doc[batch, q] == doc[batch, kv], score + bias[head, kv], score * sigmoid(0.01 * float(kv)) - slope[head])"
       " - where(kv % 7 == 3 | shown[kv % 3], 0.5, 0.0)");
+  Case& mod_keys_256 = add_wgmma("mod_keys_256", spec(DType::bf16, DType::bf16, 256, 256, 3, 16), {{50, 300, 0}, {3, 390, 1}, {90, 90, 2}});
+  mod_keys_256.spec.mask.window_left = 150;
+  mod_keys_256.spec.score_mod = parse_expression("float bias[,]; bool shown[]; where(shown[kv % 3], score, 0.5 * score) + bias[head, kv]");
   // Verify with wgmma: pieces that have no tile, in front of an item's first one too; rows of two warpgroups, of which one has none.
   Case& mod_verify = add_verify("mod_verify", spec(DType::bf16, DType::bf16, 128, 128, 4, 16),
                                 {{8, 1500, 0}, {16, 900, 1}, {3, 40, 2}, {5, 1200, 3}, {0, 0, 4}});
