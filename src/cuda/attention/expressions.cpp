@@ -80,6 +80,7 @@ void add_score_parts(const AttentionSpec& spec, KernelKey& key) {
   key.config.push_back({"kScoreRows", int(parts.rows.size())});
   if (parts.empty()) return;
   const bool loads_stay = spec.head_dim_qk > 128;  // kColumnsBeforeTurn in attention_sm90_consumer.cuh
+  if (loads_stay) key.functions += "#include \"expression/element_here.h\"\n";
   key.functions +=
       "namespace imbrex::cuda {\n" + score_parts_text(spec.score_mod, parts, "score", loads_stay) + "}  // namespace imbrex::cuda\n";
 }
