@@ -2,10 +2,12 @@
 #include "attention/shared_keys.h"
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 #include <tuple>
 
 #include "attention/item_order.h"
+#include "attention/mask.h"
 
 namespace imbrex {
 namespace {
@@ -32,7 +34,7 @@ class Sharing {
     for (size_t i = 0; i < list_.work.size(); ++i) {
       const WorkItem& item = list_.work[i];
       if (item.partial < 0 || item.piece < 0 || 2 * num_queries(item) > policy_.most_tokens || item.kv_begin >= item.kv_end) continue;
-      if (policy_.seen_by_all && item.kv_end > first_position(batch_, item) + 1) continue;
+      if (policy_.seen_by_all && !is_seen_by_all(item)) continue;
       const int32_t* const ids = keys_.ids_of(item.table);
       const int block_size = policy_.block_size;
       s_.pieces.push_back(
@@ -40,6 +42,17 @@ class Sharing {
     }
     const auto order = [](const Piece& p) { return std::tuple(p.kv_begin, p.kv_end, p.piece, p.first_id, p.last_id, p.item); };
     std::sort(s_.pieces.begin(), s_.pieces.end(), [&](const Piece& a, const Piece& b) { return order(a) < order(b); });
+  }
+
+  // Whether each of an item's queries sees all of its keys, and would do so right behind them.
+  bool is_seen_by_all(const WorkItem& item) const {
+    const int first = first_position(batch_, item);
+    if (item.kv_end > first + 1) return false;
+    if (policy_.windows == nullptr) return true;
+    const auto see_all = [&](int64_t from, int64_t to) {
+      return first_visible_key(*policy_.windows, to) <= item.kv_begin && mask_allows(*policy_.windows, from, item.kv_end - 1);
+    };
+    return see_all(first, last_position(batch_, item)) && see_all(item.kv_end - 1, int64_t(item.kv_end) - 2 + policy_.most_tokens);
   }
 
   const WorkItem& item_of(const Piece& piece) const { return list_.work[size_t(piece.item)]; }
@@ -153,10 +166,21 @@ int first_position(const Batch& batch, const WorkItem& item) {
   return batch.seq_lens[item.table] - batch.query_len(item.table) + item.q_begin - batch.query_start_loc[item.table];
 }
 
+int last_position(const Batch& batch, const WorkItem& item) {
+  if (!batch.positions.empty()) return std::ranges::max(batch.positions.subspan(size_t(item.q_begin), size_t(num_queries(item))));
+  return first_position(batch, item) + num_queries(item) - 1;
+}
+
+const Mask* windows_of(const Mask& mask) { return mask.window_left >= 0 || mask.window_right >= 0 || mask.chunk > 0 ? &mask : nullptr; }
+
 bool is_position_free(const AttentionSpec& spec) {
   const Mask& mask = spec.mask;
-  return mask.window_left < 0 && mask.window_right < 0 && mask.chunk == 0 && !mask.custom && !mask.tree && !spec.score.alibi &&
-         spec.score.relative_buckets == 0;
+  if (mask.custom || mask.tree || !spec.mask_mod.empty()) return false;
+  if (mask.positions && windows_of(mask) != nullptr) return false;  // given positions of shared items are beyond all windows
+  if (spec.score.alibi || spec.score.relative_buckets > 0) return false;
+  using enum ExpressionVariable;
+  return spec.score_mod.empty() || std::ranges::none_of(std::array{batch, q, q_len, kv_len},
+                                                        [&](ExpressionVariable of_request) { return spec.score_mod.uses(of_request); });
 }
 
 void share_keys(const Batch& batch, const KeySource& keys, const SharePolicy& policy, Schedule& schedule, ShareScratch& scratch) {

@@ -19,15 +19,21 @@ struct SharePolicy {
   int num_workers = 0;
   // Only keys that each of the item's queries sees are shared: the queries' positions are then of no account.
   bool seen_by_all = false;
+  // With seen_by_all: a mask that has windows or chunks. Kernels take the query tokens of a shared item to stand behind each other from its
+  // last key on, so most_tokens of them see all of its keys there too. Null: there are none.
+  const Mask* windows = nullptr;
 };
 
-// Whether an item of this layer is the same for queries at any positions that see all of its keys, and every query sees them from key 0 on:
-// no logit depends on a position, and nothing but causality hides a key.
+// Whether an item of this layer is the same for queries at any positions that see all of its keys: no logit depends on a position or on
+// what else a request has of its own, and what hides a key goes by indices and positions alone.
 bool is_position_free(const AttentionSpec&);
+// What SharePolicy::windows is for a layer's mask.
+const Mask* windows_of(const Mask&);
 
 inline int num_queries(const WorkItem& item) { return item.q_end - item.q_begin; }
-// The least position that an item's queries have among the keys of their request.
+// The least and the greatest position that an item's queries have among the keys of their request.
 int first_position(const Batch&, const WorkItem&);
+int last_position(const Batch&, const WorkItem&);
 
 // What share_keys() and shorten_runs() keep between their calls, so that a warm one allocates nothing.
 struct ShareScratch {

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "attention/cut_item.h"
+#include "attention/mask.h"
 #include "attention/shared_keys.h"
 
 namespace imbrex {
@@ -59,6 +60,7 @@ class Shortening {
     for (const CutItem& item : list_.items) {
       const WorkItem& w = item.whole;
       if (w.kv_begin > 0 || w.kv_end == 0 || piece_of(item) == 0 || 2 * num_queries(w) > share_.most_tokens) continue;
+      if (share_.windows != nullptr && first_visible_key(*share_.windows, last_position(batch_, w)) > 0) continue;
       const int id = keys_.ids_of(w.table)[0];
       s_.firsts.push_back({id, int(&item - list_.items.data())});
       size_t at = bits == 0 ? 0 : (uint32_t(id) * 0x9e3779b97f4a7c15) >> (64 - bits);

@@ -239,6 +239,9 @@ void add_bench(CLI::App& app, Action& action) {
                                    "Keys of a prompt that all requests have in the same blocks; the bytes of each request are counted"))
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
+  add_of_attention(sub->add_flag("--packed-mask", o->bench.packed_mask,
+                                 "With --custom-mask, or cases that have one: a bit for each query and key instead of a byte"))
+      ->excludes(sub->get_option("--zoo"));
   add_of_attention(
       sub->add_option("--kv-order", o->bench.kv_order,
                       "Of l(ayer), b(lock), h(ead), t(oken), d(im), outermost first: lbhtd (default), or lbthd for heads within a token"));
@@ -263,6 +266,7 @@ void add_bench(CLI::App& app, Action& action) {
       "  imbrex bench q16k 64q1s4k 4q4s8k --device cuda:0 --block-size 64\n"
       "  imbrex bench q2k --model gpt-oss-20b --format markdown\n"
       "  imbrex bench 64q8s4k --tree                (drafts: two behind each)\n"
+      "  imbrex bench 64q8s4k --custom-mask --packed-mask\n"
       "  imbrex bench 64q1s4k q4k --halves --device cuda:0\n"
       "  imbrex bench 64q1s8292 --common-keys 8192 --device cuda:0\n"
       "  imbrex bench --cases '^shape_.*decode' --backend cpu_generic\n"

@@ -1,6 +1,7 @@
 // `imbrex compile`: compiles the GPU kernels of a model ahead of time, without a GPU, and shows what they take.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "cli/cli.h"
@@ -18,6 +19,7 @@ struct CompileArguments {
   std::string archs, folder, ledger, format = "table";
   SpecOptions spec;
   int jobs = 0, recheck = -1;
+  bool layer_given = false;  // a model, or a layer that flags describe
   bool strict = false, renew = false, json = false;
 };
 
@@ -67,7 +69,7 @@ int run_compile(CompileArguments& o) {
   PrecompileRequest request{.archs = split(o.archs, ", "), .specs = {}, .folder = o.folder, .jobs = o.jobs};
   if (request.archs.empty()) request.archs = split(kArchs, ",");
   if (request.jobs == 0) request.jobs = default_num_threads();
-  if (!o.spec.model.empty())
+  if (o.layer_given)
     for (const Named<LayerSpec>& named : specs_of(o.spec)) request.specs.push_back(named.spec);
   std::optional<KernelLedger> ledger;
   if (!o.ledger.empty()) {
@@ -129,10 +131,10 @@ void add_compile(CLI::App& app, Action& action) {
   auto o = std::make_shared<CompileArguments>();
   CLI::App* sub = app.add_subcommand("compile", "Compile GPU kernels ahead of time; needs NVRTC, but no GPU");
   sub->add_option("--arch", o->archs, fmt::format("Architectures, separated by commas (default: {})", kArchs));
-  sub->add_option("--model", o->spec.model, "Only the kernels of a model: preset name, config.json or its folder (default: all kinds)");
-  add_dtype_option(*sub, "--q-dtype", o->spec.spec.q_dtype, "With --model: type of queries");
-  sub->add_option("--kv-dtype", o->spec.kv_dtype, "With --model: type of cached keys and values (default: --q-dtype)");
-  sub->add_option("--block-size", o->spec.spec.block_size, "With --model: tokens in a cache block")->capture_default_str();
+  const size_t others = sub->get_options().size();
+  add_spec_options(*sub, o->spec);
+  std::vector<CLI::Option*> of_layer = sub->get_options();
+  of_layer.erase(of_layer.begin(), of_layer.begin() + long(others));
   sub->add_option("--out", o->folder, "Folder to fill, for IMBREX_CUDA_CACHE of another machine (default: the cache of this one)");
   sub->add_flag("--strict", o->strict, "Fail on spills, local memory and warnings of the compiler");
   CLI::Option* const ledger = sub->add_option("--ledger", o->ledger, "A file of clean kernels: those that it has are not compiled");
@@ -148,12 +150,19 @@ void add_compile(CLI::App& app, Action& action) {
   sub->footer(
       "Examples:\n"
       "  imbrex compile --arch sm_90a --model llama-3.1-8b --kv-dtype fp8_e4m3\n"
+      "  imbrex compile --arch sm_90a --model llama-3.1-8b --mask-mod 'int doc[,]; doc[batch, q] == doc[batch, kv]'\n"
+      "  imbrex compile --arch sm_90a --heads 32/8 --head-dim 64 --window 128 --sinks\n"
       "  imbrex compile --arch sm_80,sm_90a --out kernels && IMBREX_CUDA_CACHE=kernels imbrex info\n"
       "  imbrex compile --strict\n"
       "  imbrex compile --strict --ledger tests/cuda/clean_kernels.txt --renew\n\n"
-      "Exit code 1 when a kernel does not compile, or with --strict has spills, local memory or warnings, or is not what the ledger says;\n"
+      "With a model, or a layer described as for select and bench: the kernels that its plans may load, with its expressions in them.\n"
+      "Otherwise a set that covers all kinds of kernels. Exit code 1 when a kernel does not compile, or with --strict has spills, local "
+      "memory or warnings, or is not what the ledger says;\n"
       "3 without NVRTC.");
-  sub->callback([o, &action] { action = [o] { return run_compile(*o); }; });
+  sub->callback([o, of_layer, &action] {
+    o->layer_given = std::ranges::any_of(of_layer, [](const CLI::Option* option) { return option->count() > 0; });
+    action = [o] { return run_compile(*o); };
+  });
 }
 
 }  // namespace imbrex::cli

@@ -1,4 +1,4 @@
-// The options by which select and bench are told what to compute: a model, or one layer described by flags.
+// The options by which select, bench and compile are told what to compute: a model, or one layer described by flags.
 #include "cli/spec_options.h"
 
 #include <fmt/format.h>
@@ -116,13 +116,21 @@ std::vector<Named<LayerSpec>> specs_of(const SpecOptions& o) {
   const std::optional<ModelSpec> model = model_of(o);
   if (!model) return {{"", {}, spec_of(o)}};
   std::vector<Named<LayerSpec>> specs;
+  bool any_attention = false;
   for (const auto& kind : model->kinds()) {
     const std::vector<int> numbers = model->numbers_of(kind.layers);
     LayerSpec spec = kind.spec;
-    if (auto* const attention = std::get_if<AttentionSpec>(&spec)) attention->mask.tree = o.spec.mask.tree;
+    if (auto* const attention = std::get_if<AttentionSpec>(&spec)) {
+      attention->mask.tree = o.spec.mask.tree;
+      attention->score_mod = o.spec.score_mod, attention->mask_mod = o.spec.mask_mod;
+      attention->validate();
+      any_attention = true;
+    }
     if (auto* const latent = std::get_if<MlaSpec>(&spec)) latent->mask.tree = o.spec.mask.tree;
     specs.push_back({fmt::format("{} {}", numbers.size() == 1 ? "layer" : "layers", format_ranges(numbers)), numbers, spec});
   }
+  check(any_attention || (o.spec.score_mod.empty() && o.spec.mask_mod.empty()), "cli.family",
+        "{}: expected a model with attention layers, which expressions are of, it has none", o.model);
   return specs;
 }
 

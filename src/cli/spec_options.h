@@ -1,5 +1,5 @@
 #pragma once
-// The options by which select and bench are told what to compute: a model, or one layer described by flags.
+// The options by which select, bench and compile are told what to compute: a model, or one layer described by flags.
 #include <optional>
 #include <string>
 #include <vector>
@@ -26,7 +26,8 @@ struct Named {
 };
 
 void add_spec_options(CLI::App&, SpecOptions&);
-// Model kinds (with dtypes and cache format of the options), or the one spec of the flags. Error cli.*, spec.*, model.*.
+// Model kinds (with dtypes, cache format and trees of the options, and in attention their expressions), or the one spec of the flags. Error
+// cli.*, spec.*, model.*.
 std::vector<Named<LayerSpec>> specs_of(const SpecOptions&);
 std::optional<ModelSpec> model_of(const SpecOptions&);  // with these dtypes and this format; nullopt: the flags describe one layer
 // Those of attention, for commands that know no other family; a line on stderr tells of layers that are left out. Error cli.family when

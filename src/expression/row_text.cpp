@@ -280,12 +280,14 @@ class RowText {
 
 }  // namespace
 
-std::string score_parts_text(const Expression& expression, const ScoreParts& parts, std::string_view name) {
-  constexpr std::string_view kInputs = "[[maybe_unused]] const imbrex::ExpressionInputs& in";
+std::string score_parts_text(const Expression& expression, const ScoreParts& parts, std::string_view name, bool loads_stay) {
+  constexpr std::string_view kInputs = "[[maybe_unused]] const imbrex::ExpressionInputs& in", kElement = "::element", kHere = "_here";
+  std::string columns = RowText(expression).values(parts.columns, "columns");
+  for (size_t at = 0; loads_stay && (at = columns.find(kElement, at)) != std::string::npos;)
+    columns.insert(at += kElement.size(), kHere), at += kHere.size();
   RowText whole(expression);
   whole.give(parts.columns, "columns"), whole.give(parts.rows, "rows");
-  return fmt::format("inline void {}_columns({}, [[maybe_unused]] int* columns) {{\n{}}}\n", name, kInputs,
-                     RowText(expression).values(parts.columns, "columns")) +
+  return fmt::format("inline void {}_columns({}, [[maybe_unused]] int* columns) {{\n{}}}\n", name, kInputs, columns) +
          fmt::format("inline void {}_rows({}, [[maybe_unused]] int* rows) {{\n{}}}\n", name, kInputs,
                      RowText(expression).values(parts.rows, "rows")) +
          fmt::format("inline float {}_of_parts({}, [[maybe_unused]] const int* columns, [[maybe_unused]] const int* rows) {{\n{}}}\n", name,

@@ -27,7 +27,8 @@ ScoreParts score_parts(const Expression&);
 bool loads_for_each_key(const Expression&, const ScoreParts&);
 
 // Three functions: `name`_columns and `name`_rows write the bits of the parts' values, of an ExpressionInputs without a score, to an array
-// of ints; `name`_of_parts is the expression, given both arrays. Floats as ExpressionFloats::approximate has them.
-std::string score_parts_text(const Expression&, const ScoreParts&, std::string_view name);
+// of ints; `name`_of_parts is the expression, given both arrays. Floats as ExpressionFloats::approximate has them. `loads_stay`: a compiler
+// does not move the loads of columns to where their values are used.
+std::string score_parts_text(const Expression&, const ScoreParts&, std::string_view name, bool loads_stay = false);
 
 }  // namespace imbrex

@@ -71,6 +71,19 @@ HostTensor expression_tensor(const ExpressionTensor& wanted, int64_t heads, cons
   return t;
 }
 
+// A bit for each byte, those of a request from a whole byte on.
+HostTensor packed(const HostTensor& bytes, const std::vector<int64_t>& request_start) {
+  std::vector<uint8_t> bits;
+  for (size_t r = 0; r + 1 < request_start.size(); ++r)
+    for (int64_t i = request_start[r], bit = 0; i < request_start[r + 1]; ++i, ++bit) {
+      if (bit % 8 == 0) bits.push_back(0);
+      bits.back() |= uint8_t((bytes.bytes[size_t(i)] != 0) << bit % 8);
+    }
+  HostTensor t = HostTensor::make(DType::u8, {int64_t(bits.size())});
+  std::ranges::copy(bits, t.bytes.begin());
+  return t;
+}
+
 }  // namespace
 
 BenchProblem::BenchProblem(const BackendOf<AttentionFamily>& backend, const AttentionSpec& spec, const DeviceInfo& device,
@@ -98,7 +111,12 @@ BenchProblem::BenchProblem(const BackendOf<AttentionFamily>& backend, const Atte
   lse_ = stream.tensor(DType::f32, {tokens, spec.num_q_heads});
   batch_.query_start_loc = query_start_loc_;
   batch_.seq_lens = seq_lens_;
-  if (spec.mask.custom) batch_.custom_mask = parameters_.custom_mask.view();
+  check(spec.mask.custom || !options.packed_mask, "bench.packed_mask", "a packed mask needs a layer with a custom mask, got {}",
+        spec.str());
+  if (options.packed_mask)
+    batch_.packed_mask = (packed_mask_ = packed(parameters_.custom_mask, mask_start_)).view();
+  else if (spec.mask.custom)
+    batch_.custom_mask = parameters_.custom_mask.view();
   batch_.mask_tensors = mask_tensors_;
   batch_.positions = positions_;
   batch_.draft_parents = draft_parents_;

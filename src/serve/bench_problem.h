@@ -64,6 +64,7 @@ class BenchProblem {
   std::vector<int64_t> mask_start_{0};
   int max_blocks_ = 1, common_keys_ = 0;
   int64_t num_blocks_ = 0, cache_bytes_ = 0;
+  HostTensor packed_mask_;                                 // the bits of its bytes
   CaseInputs parameters_;                                  // sinks, slopes, scales, bias and mask, on the host
   std::vector<NamedTensor> mask_tensors_, score_tensors_;  // all that expressions read, on the host and on the device
   AttentionInputs inputs_;                                 // what all copies share, on the device

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "allocations.h"
+#include "attention/mask.h"
 #include "attention/mask_stretches.h"
 #include "attention/random_lengths.h"
 #include "attention/shared_keys.h"
@@ -316,6 +317,52 @@ TEST(SharedKeys, QueriesThatSeeFewerKeysShareNoOthers) {
   }
   EXPECT_GT(shared_items, 50);
   EXPECT_GT(left_out, 50);
+}
+
+// Under windows and chunks an item is shared as far as each of its queries sees all of its keys, and as many as an item takes would see
+// them where kernels take them to stand: one behind the other, from the item's last key on.
+TEST(SharedKeys, WindowsLeaveOutItemsThatSomeQuerySeesInPart) {
+  test::Random random(19);
+  int shared_items = 0, left_out = 0, run_items = 0;
+  ShareScratch scratch;
+  for (int round = 0; round < 600; ++round) {
+    const bool runs = round % 2 == 0;
+    const SharedBatch b(random, random.between(2, 20), runs ? 1500 : 700);
+    Mask mask{.causal = random.between(0, 3) > 0};
+    if (random.between(0, 1) == 0) mask.window_left = random.between(0, 1600);
+    if (random.between(0, 3) == 0) mask.window_right = random.between(0, 50);
+    if (random.between(0, 2) == 0) mask.chunk = random.between(1, 1600), mask.chunk_lookback = random.between(0, 2);
+    const SchedulePolicy policy = runs ? policy_with_runs(random) : policy_of(random);
+    const SharePolicy share{.block_size = kBlock, .most_tokens = policy.tile_q, .seen_by_all = true, .windows = windows_of(mask)};
+    ASSERT_EQ(share.windows == nullptr, mask.window_left < 0 && mask.window_right < 0 && mask.chunk == 0);
+    const SharePolicy blindly{.block_size = kBlock, .most_tokens = policy.tile_q, .seen_by_all = true};
+    Schedule plain, blind, shared;
+    for (Schedule* list : {&plain, &blind, &shared}) schedule(b.batch, mask, policy, *list);
+    share_keys(b.batch, b.keys, blindly, blind, scratch);
+    if (runs && shorten_runs(b.batch, b.keys, share, policy, shared, scratch)) {
+      shared.work.resize(size_t(shared.num_work));
+      write_work(shared, shared.work.data());
+      plain = shared;
+    }
+    share_keys(b.batch, b.keys, share, shared, scratch);
+    expect_same_work(b, plain, shared);
+    left_out += int(!runs && shared.work.size() > blind.work.size());
+    for (const WorkItem& item : shared.work) {
+      if (shared.details.tokens.empty() || item.q_begin < b.batch.num_tokens()) continue;
+      ++shared_items, run_items += item.piece > 0;
+      const auto expect_seen = [&](int position) {
+        for (const int key : {item.kv_begin, item.kv_end - 1}) ASSERT_TRUE(mask_allows(mask, position, key)) << mask.str();
+      };
+      for (int i = 0; i < share.most_tokens; ++i) expect_seen(item.kv_end - 1 + i);
+      for (int i = item.q_begin; i < item.q_end; ++i) {
+        const int token = shared.details.tokens[size_t(i)], r = b.request_of(token);
+        expect_seen(b.batch.seq_lens[size_t(r)] - (b.batch.query_start_loc[size_t(r) + 1] - token));
+      }
+    }
+  }
+  EXPECT_GT(shared_items, 100);
+  EXPECT_GT(run_items, 5);
+  EXPECT_GT(left_out, 5);
 }
 
 TEST(MaskStretches, HiddenTilesAreLeftOutAndNoOthers) {

@@ -1,4 +1,4 @@
-// `imbrex run` with drafts, images and a system prompt, and `imbrex bench --halves`, as a user types them.
+// `imbrex run` with drafts, images and a system prompt, and `imbrex bench` with --halves and with --packed-mask, as a user types them.
 #include "cli/program.h"
 
 #include <nlohmann/json.hpp>
@@ -45,6 +45,25 @@ TEST_F(Cli, BenchTimesHalvesOfABatch) {
   EXPECT_EQ(run("bench q1s9 --halves").code, 2);
   EXPECT_TRUE(contains(run("bench --zoo --halves").err, "[usage]"));
   EXPECT_TRUE(contains(run("bench q9 --family short_conv --halves").err, "[cli.family]"));
+}
+
+// Bits hide what bytes hide: outputs differ from the reference by the same, of the same seed, the halves of a batch included.
+TEST_F(Cli, BenchTimesCustomMasksOfBits) {
+  const std::string common = "bench 2q3s41,q21 --heads 4/2 --head-dim 32 --custom-mask --no-ceilings --min-time 0 --max-time 0.01 --json ";
+  const Ran bytes = run(common), bits = run(common + "--packed-mask");
+  ASSERT_EQ(bytes.code, 0) << bytes.err;
+  ASSERT_EQ(bits.code, 0) << bits.err;
+  const auto a = nlohmann::json::parse(bytes.out), b = nlohmann::json::parse(bits.out);
+  ASSERT_EQ(b.size(), 1u);
+  EXPECT_GT(b[0]["check_allowed"].get<double>(), 0);
+  EXPECT_EQ(a[0]["check_error"], b[0]["check_error"]);
+  EXPECT_EQ(run(common + "--packed-mask --bidirectional").code, 0);
+  const Ran halves = run("bench 4q3s41 --halves --heads 4/2 --head-dim 32 --custom-mask --packed-mask --min-time 0 --max-time 0.01 --json");
+  ASSERT_EQ(halves.code, 0) << halves.err;
+  EXPECT_EQ(nlohmann::json::parse(halves.out)[0]["different"], 0);
+  EXPECT_TRUE(contains(run("bench q9 --heads 4/2 --head-dim 32 --packed-mask").err, "[bench.packed_mask]"));
+  EXPECT_TRUE(contains(run("bench --zoo --packed-mask").err, "[usage]"));
+  EXPECT_TRUE(contains(run("bench q9 --family mla --packed-mask").err, "[cli.family]"));
 }
 
 }  // namespace

@@ -167,6 +167,8 @@ TEST_P(Laws, BlocksInCommonDoNotMatter) {
     DType q, kv;
     int group, block_size;
     PositionPattern positions = PositionPattern::none;
+    Mask mask{};
+    const char* score_mod = "";
   };
   for (const Shape& shape : {Shape{DType::bf16, DType::bf16, 4, 16},
                              {DType::bf16, DType::fp8_e4m3, 8, 64},
@@ -174,14 +176,19 @@ TEST_P(Laws, BlocksInCommonDoNotMatter) {
                              {DType::bf16, DType::bf16, 12, 16},
                              {DType::bf16, DType::fp8_e4m3, 16, 32},
                              {DType::bf16, DType::bf16, 4, 16, PositionPattern::zigzag},
-                             {DType::bf16, DType::bf16, 12, 16, PositionPattern::spans}}) {
+                             {DType::bf16, DType::bf16, 12, 16, PositionPattern::spans},
+                             {DType::bf16, DType::bf16, 4, 16, {}, {.window_left = 2108}},
+                             {DType::bf16, DType::bf16, 12, 16, {}, {.window_left = 1400}},
+                             {DType::bf16, DType::bf16, 4, 16, {}, {.chunk = 1055, .chunk_lookback = 1}},
+                             {DType::f16, DType::f16, 2, 16, {}, {}, "float bias[,]; 20 * tanh(score / 20) + 0.125 * bias[head, kv]"}}) {
     if (shape.group != 4 && GetParam().device.device.type == DeviceType::cpu) continue;  // one kernel for all of them
     std::vector<CaseRequest> requests = behind_prompts;
     if (shape.group == 4) requests.insert(requests.end(), {{1, 4200, 4}, {1, 4230, 4}});  // CPUs cut keys at multiples of 4096
     Case wanted = base_case(shape.q, shape.kv, requests);
-    wanted.requests = requests;
     wanted.spec.num_q_heads = 2 * shape.group, wanted.spec.block_size = shape.block_size;
-    wanted.positions = shape.positions, wanted.spec.mask.positions = shape.positions != PositionPattern::none;
+    wanted.positions = shape.positions, wanted.spec.mask = shape.mask,
+    wanted.spec.mask.positions = shape.positions != PositionPattern::none;
+    if (*shape.score_mod != 0) wanted.spec.score_mod = parse_expression(shape.score_mod);
     if (wanted.spec.mask.positions && GetParam().on_gpu() && !runs(wanted, GetParam())) continue;
     const Case c = fit(wanted);
     RunOptions apart = options(c);

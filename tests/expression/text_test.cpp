@@ -97,6 +97,12 @@ TEST(CudaText, PartsAreGivenAsBits) {
                            "columns[1] = int(", "rows[0] = int(", "= (columns[1] != 0);", "= rows[0];"})
     EXPECT_NE(text.find(part), std::string::npos) << part << " in\n" << text;
   EXPECT_EQ(text.substr(text.find("mod_of_parts")).find("element"), std::string::npos) << text;
+  EXPECT_EQ(text.find("_here"), std::string::npos) << text;
+  // Loads that stay where they are: those of a key's values.
+  const std::string stays = score_parts_text(e, score_parts(e), "mod", true);
+  const size_t rows = stays.find("inline void mod_rows(");
+  for (const char* part : {"::element_here<int>(", "::element_here_bool("}) EXPECT_LT(stays.find(part), rows) << part << " in\n" << stays;
+  EXPECT_EQ(stays.find("_here", rows), std::string::npos) << stays;
 }
 
 TEST(CudaText, NamesAreIdentifiers) {

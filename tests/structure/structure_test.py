@@ -202,7 +202,7 @@ def check_cuda_kernels(root):
     for name, paths in texts.items():
         for path in paths[1:]:
             problems.append(f"{path.relative_to(root.resolve()).as_posix()}: another text of a CUDA kernel is named {name}; they are embedded by name")
-    shared = [(root / name).resolve() for name in (*CUDA_PARAMS, "src/attention/cut_item.h", "src/attention/ds_mla.h", "src/expression/operations.h", "src/expression/short_operations.h", "include/imbrex/work.h")]
+    shared = [(root / name).resolve() for name in (*CUDA_PARAMS, "src/attention/cut_item.h", "src/attention/ds_mla.h", "src/expression/operations.h", "src/expression/short_operations.h", "src/expression/element_here.h", "include/imbrex/work.h")]
     for path in [*(path for paths in texts.values() for path in paths), *(path for path in shared if path.is_file())]:
         relative = path.relative_to(root.resolve()).as_posix()
         for kind, name in includes(path):

@@ -156,7 +156,7 @@ std::optional<AttentionTiles> attention_sm80_sharing_tiles(std::string_view arch
 }
 
 bool shares_items(const AttentionSpec& spec, int rows) {
-  return spec.block_size > 0 && 2 * spec.group_size() <= rows && is_position_free(spec) && !has_expressions(spec);
+  return spec.block_size > 0 && 2 * spec.group_size() <= rows && is_position_free(spec);
 }
 
 int attention_sm80_smem_bytes(const AttentionSpec& given, const AttentionTiles& t) {

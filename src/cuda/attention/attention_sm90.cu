@@ -32,11 +32,12 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       Scores s;
       consumer.wait_for_keys();
       consumer.put_columns(columns);
+      consumer.begin_columns_ahead(columns);
       consumer.take_turn();
       consumer.start_scores(s);
       consumer.pass_turn();
       consumer.ready_rows(rows, values);
-      consumer.compute_columns_ahead(columns);
+      consumer.end_columns_ahead(columns);
       finish<0>(s);
       consumer.leave_keys();
       consumer.softmax<true>(rows, values, s, sums);
@@ -50,13 +51,14 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       consumer.wait_for_keys();
       consumer.clear_hidden_values();
       consumer.put_columns(columns);
+      consumer.begin_columns_ahead(columns);
       consumer.take_turn();
       consumer.start_scores(s);
       consumer.wait_for_values();
       consumer.start_output(weights, sums);
       consumer.pass_turn();
       if constexpr (edge) consumer.ready_rows(rows, values);  // of each tile at an edge: a branch would have to wait for the products
-      consumer.compute_columns_ahead(columns);
+      consumer.end_columns_ahead(columns);
       finish<1>(s);
       consumer.leave_keys();
       const bool moved = consumer.softmax<edge>(rows, values, s, sums);

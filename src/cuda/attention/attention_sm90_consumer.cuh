@@ -10,6 +10,10 @@ namespace imbrex::cuda {
 
 constexpr int kVDims = kHeadDimV > 64 && kHeadDimV <= 128 ? kHeadDimV : 64 * kVChunks;  // of the output that the matrix unit computes
 constexpr bool kManyDims = kHeadDimQk > 128;                                            // registers are short, and products long
+// Whether what score_mod() needs of the next tile's keys is loaded in front of the turn and put into shared memory behind it: while
+// products are under way, there are no registers for where elements lie, and none to keep them until the next turn. (element_here() loads
+// them.)
+constexpr bool kColumnsBeforeTurn = kManyDims;
 // Log2 units: a row's maximum weighs 2^kFresh when it becomes the reference, and may outgrow that 2^8 times. Weights that are f16 for the
 // values' sake keep their bits down to 2^-21 of the maximum so.
 constexpr int kValueType = kFromBytes ? int(kF16) : kQType;
@@ -162,15 +166,21 @@ class Consumer {
   // item, and the one behind tiles that a mask hides, are computed here.
   DEVICE void put_columns(ColumnValues& ahead) {
     if constexpr (kScoreColumns > 0) {
+      if (kColumnsBeforeTurn && ahead_ == tile_) return;
       if (ahead_ != tile_) compute_columns(p_, item(), tile_ * kTileKeys, ahead);
       cuda::put_columns(ahead, columns());
     }
   }
-  // Of the next tile's keys, while products are under way.
-  DEVICE void compute_columns_ahead(ColumnValues& ahead) {
-    if constexpr (kScoreColumns > 0) {
-      ahead_ = tile_ - 1;
-      compute_columns(p_, item(), max(ahead_, 0) * kTileKeys, ahead);
+  // Of the next tile's keys: in front of the turn, and while products are under way. All warps are behind the tile before then, in whose
+  // place they may go.
+  DEVICE void begin_columns_ahead(ColumnValues& ahead) {
+    if constexpr (kScoreColumns > 0 && kColumnsBeforeTurn) compute_columns_ahead(ahead);
+  }
+  DEVICE void end_columns_ahead(ColumnValues& ahead) {
+    if constexpr (kScoreColumns > 0 && kColumnsBeforeTurn) {
+      cuda::put_columns(ahead, columns_at((k_.at + 1) % kStages));
+    } else if constexpr (kScoreColumns > 0) {
+      compute_columns_ahead(ahead);
     }
   }
 
@@ -226,8 +236,15 @@ class Consumer {
     mbarrier_wait(shared_address(&full), parity);
     if constexpr (kSmallPages) async_proxy_fence();  // between the copies' writes and the matrix unit's reads
   }
-  DEVICE int* columns() const { return shared_.columns_of(kManyDims ? warp_id() / 4 : wg_, k_.at); }  // with many dims wg_ is not kept
-  DEVICE void meet() const { named_barrier_sync(1 + kConsumers + wg_, 128); }                         // of the warpgroup
+  DEVICE void compute_columns_ahead(ColumnValues& ahead) {
+    ahead_ = tile_ - 1;
+    compute_columns(p_, item(), max(ahead_, 0) * kTileKeys, ahead);
+  }
+  DEVICE int* columns() const { return columns_at(k_.at); }
+  DEVICE int* columns_at(int stage) const {
+    return shared_.columns_of(kManyDims ? warp_id() / 4 : wg_, stage);
+  }                                                                            // with many dims wg_ is not kept
+  DEVICE void meet() const { named_barrier_sync(1 + kConsumers + wg_, 128); }  // of the warpgroup
   DEVICE static void leave(u64& barrier) { leave_stage(barrier, int(threadIdx.x) % 128); }
   DEVICE void skip(u64& full, u32 parity, u64& empty) const {
     skip_stage(full, parity, empty, int(threadIdx.x) % 128, [this] { meet(); });

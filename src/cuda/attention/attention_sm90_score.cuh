@@ -61,8 +61,10 @@ DEVICE void compute_columns(const AttentionParams& p, const Item& item, int begi
     }
   }
 }
+// Where a key's numbers are put at two places of the loop, no other thread may put what the last key's thread does.
 DEVICE void put_columns(const ColumnValues& found, int* columns) {
   const int key = min(int(threadIdx.x) % 128, kTileKeys - 1);
+  if (kHeadDimQk > 128 && int(threadIdx.x) % 128 >= kTileKeys) return;
 #pragma unroll
   for (int i = 0; i < kColumnNumbers; ++i) columns[i * kColumnPitch + key] = found[i];
 }

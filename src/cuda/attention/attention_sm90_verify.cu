@@ -34,17 +34,25 @@ DEVICE u64 descriptor(u32 tile, int bytes) { return wgmma_descriptor(0, 0, 1024,
 
 using Sums = FragmentSums<Fragment<kTeamDims>>;
 
+// Whether what a row sees through windows is part of the words below, and is found for each tile: it would be in registers meanwhile.
+constexpr bool kShownInWindow = kMaskMod && kWindow;
+
 // Which of a tile's keys the user's mask_mod shows to rows `row` and `row` + 8: of column 8 j + c of a thread, bit 2 j + c. A loop, in
 // which few elements of tensors are loaded at a time, and therefore in front of products.
 using ShownWords = u32[2];
 DEVICE void set_shown(const AttentionParams& p, const Item& item, int row, int begin, ShownWords& shown) {
   const ExpressionInputs in[2] = {expression_inputs(p, item, row, p.mask_tensors), expression_inputs(p, item, row + 8, p.mask_tensors)};
+  Rows rows;
+  if constexpr (kShownInWindow) set_seen(rows, p, item, row);
   shown[0] = shown[1] = 0;
 #pragma unroll 1
   for (int bit = 0; bit < kTileKeys / 4; ++bit) {
     const int key = begin + first_column() + bit / 2 * 8 + bit % 2;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) shown[h] |= u32(mask_mod(of_key(in[h], key))) << bit;
+    for (int h = 0; h < 2; ++h) {
+      const bool seen = !kShownInWindow || (key >= rows.seen[h].lo && key < rows.seen[h].hi);
+      shown[h] |= u32(seen && mask_mod(of_key(in[h], key))) << bit;
+    }
   }
 }
 DEVICE void hide_others(const ShownWords& shown, Scores& s) {
@@ -158,7 +166,7 @@ class Consumer {
     if constexpr (edge && kTree) {
       hide_in_tree(p_, shared_.item[item_slot().at], first_row() + matrix_row(), tile * kTileKeys, s);
     } else if constexpr (edge) {
-      hide(tile * kTileKeys, rows, s);
+      if constexpr (!kShownInWindow) hide(tile * kTileKeys, rows, s);
       if constexpr (kMaskMod) hide_others(shown, s);
     }
     return weigh(p_, tile * kTileKeys, rows, s, sums.reference, sums.sum, factor, kSlack, kFresh);
@@ -187,6 +195,11 @@ class Consumer {
       if constexpr (kTree) {  // read anew, since registers are short
         const KeyRange now = seen_by_rows(p_, item, computed_here(begin), 0).all;
         return tile * kTileKeys >= max(item.lo, now.lo) && (tile + 1) * kTileKeys <= min(item.hi, now.hi);
+      }
+      if constexpr (kShownInWindow) {
+        const int first = computed_here(begin), most = item.num_rows - 1;
+        const KeyRange now = seen_by_rows(p_, item, min(first, most), min(first + kTeamRows - 1, most)).all;
+        return shown && tile * kTileKeys >= max(item.lo, now.lo) && (tile + 1) * kTileKeys <= min(item.hi, now.hi);
       }
       return (!kMaskMod || shown) && (!kWindow || tile >= whole_first) && tile < whole_end;
     };

@@ -78,8 +78,11 @@ void add_score_parts(const AttentionSpec& spec, KernelKey& key) {
   key.config.push_back({"kScoreColumns", int(parts.columns.size())});
   key.config.push_back({"kScoreHeadColumns", parts.head_columns});
   key.config.push_back({"kScoreRows", int(parts.rows.size())});
-  if (!parts.empty())
-    key.functions += "namespace imbrex::cuda {\n" + score_parts_text(spec.score_mod, parts, "score") + "}  // namespace imbrex::cuda\n";
+  if (parts.empty()) return;
+  const bool loads_stay = spec.head_dim_qk > 128;  // kColumnsBeforeTurn in attention_sm90_consumer.cuh
+  if (loads_stay) key.functions += "#include \"expression/element_here.h\"\n";
+  key.functions +=
+      "namespace imbrex::cuda {\n" + score_parts_text(spec.score_mod, parts, "score", loads_stay) + "}  // namespace imbrex::cuda\n";
 }
 
 void set_score_tensors(const AttentionSpec& spec, std::span<const NamedTensor> tensors, AttentionParams& params) {

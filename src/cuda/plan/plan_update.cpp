@@ -136,7 +136,10 @@ void Plan::share(const Batch& batch, Step& next, int& rows) {
   Schedule& list = next.schedules[kDecode];
   SchedulePolicy policy = regimes_[kDecode].policy;
   const int tile_rows = regimes_[kDecode].kernel.tile.rows;
-  const SharePolicy share{.block_size = spec_.block_size, .most_tokens = tile_rows / spec_.group_size(), .seen_by_all = true};
+  const SharePolicy share{.block_size = spec_.block_size,
+                          .most_tokens = tile_rows / spec_.group_size(),
+                          .seen_by_all = true,
+                          .windows = windows_of(spec_.mask)};
   // Shorter runs need more rows. These lie behind those of other regimes, which stay where they are.
   policy.first_partial = rows > list.num_partial_rows ? rows : 0;
   policy.most_partial_rows = int(std::min<int64_t>(partial_rows_, INT32_MAX));

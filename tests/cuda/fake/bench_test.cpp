@@ -90,6 +90,16 @@ TEST_F(GpuBench, EverySortOfTensorGetsThere) {
   }
 }
 
+// A custom mask is given as bits, of requests whose bits end within a byte, and outputs are compared under it.
+TEST_F(GpuBench, ACustomMaskMayBePacked) {
+  options.kv_copies = 1, options.packed_mask = true;
+  spec.mask.custom = true;
+  EXPECT_GT(run(spec, {{3, 41}, {1, 21}, {5, 5}}).check_allowed, 0);
+  for (const cuda::AttentionParams& p : attention()) EXPECT_TRUE(p.mask_is_packed);
+  spec.mask.custom = false;
+  EXPECT_EQ(test::error_code([&] { run(spec, {{1, 40}}); }), "bench.packed_mask");
+}
+
 TEST_F(GpuBench, RequestsMayBeginWithTheSameBlocks) {
   options.kv_copies = 1;
   const std::vector<BenchRequest> requests{{1, 1300}, {1, 1311}, {1, 1291}, {1, 30}};

@@ -160,7 +160,18 @@ TEST_P(PlanConformance, RequestsWithTheSameBlocksShareItems) {
   EXPECT_GT(run(12, 16, DType::bf16, plain), 0);
   EXPECT_GT(run(16, 16, DType::bf16, plain), 0);
   EXPECT_EQ(run(40, 16, DType::bf16, plain), 0);
-  EXPECT_EQ(run(4, 16, DType::bf16, [](AttentionSpec& spec) { spec.mask.window_left = 1000; }), 0);
+  // Windows and chunks that hold a prompt and what comes behind it, for all requests, for some, or for none of them.
+  EXPECT_GT(run(4, 16, DType::bf16, [](AttentionSpec& spec) { spec.mask.window_left = 2000; }), 2);
+  EXPECT_GT(run(12, 16, DType::bf16, [](AttentionSpec& spec) { spec.mask.window_left = 1505; }), 0);
+  EXPECT_GT(run(4, 16, DType::fp8_e4m3, [](AttentionSpec& spec) { spec.mask.chunk = 2048; }), 2);
+  EXPECT_GT(run(4, 16, DType::bf16, [](AttentionSpec& spec) { spec.mask.chunk = 800, spec.mask.chunk_lookback = 1; }), 0);
+  EXPECT_EQ(run(4, 16, DType::bf16, [](AttentionSpec& spec) { spec.mask.window_left = 100; }), 0);
+  EXPECT_EQ(run(4, 16, DType::bf16, [](AttentionSpec& spec) { spec.score.alibi = true; }), 0);
+  // Scores that depend on the key, the head and the score alone, and such that depend on the query or the request.
+  const auto scored = [](const char* text) { return [text](AttentionSpec& spec) { spec.score_mod = parse_expression(text); }; };
+  EXPECT_GT(run(4, 16, DType::bf16, scored("float bias[,]; 20 * tanh(score / 20) + 0.125 * bias[head, kv]")), 2);
+  for (const char* text : {"score - 0.01 * q", "score * (1 + 0.125 * batch)", "score * (1 + 0.01 * q_len)", "score - 0.01 * kv_len"})
+    EXPECT_EQ(run(4, 16, DType::bf16, scored(text)), 0) << text;
 }
 
 // The mirror puts guards around what it copies, so that a write beside a tensor is found, which no value of a result shows.

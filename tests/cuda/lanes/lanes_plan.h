@@ -173,7 +173,8 @@ class LanesPlan final : public AttentionPlan {
   void share(const SchedulePolicy& policy) {
     KeySource keys;
     find_keys(batch_, keys);
-    const SharePolicy share{.block_size = spec_.block_size, .most_tokens = policy.tile_q, .seen_by_all = true};
+    const SharePolicy share{
+        .block_size = spec_.block_size, .most_tokens = policy.tile_q, .seen_by_all = true, .windows = windows_of(spec_.mask)};
     ShareScratch scratch;
     if (!shorten_runs(batch_, keys, share, policy, schedule_, scratch)) return;
     schedule_.work.resize(size_t(schedule_.num_work));

@@ -275,6 +275,14 @@ inline std::vector<Variant> variants() {
   positions.spec.score.alibi = true;
   Case& shared = add("shared_positions", "sm_90a", gpu::kDecode, 1, spec(DType::bf16, DType::bf16, 64, 64, 4, 16));
   shared.spec.mask.positions = true, shared.positions = PositionPattern::zigzag;
+  // Some requests of a test see key 0 of a prompt in common, for others it is in front of their window or chunk.
+  add("shared_window", "sm_90a", gpu::kDecode, 1, spec(DType::bf16, DType::bf16, 64, 64, 4, 16)).spec.mask.window_left = 568;
+  Case& tma_chunk = add_decode("tma_shared_chunk", 16, spec(DType::bf16, DType::fp8_e4m3, 64, 64, 4, 16));
+  tma_chunk.spec.mask.chunk = 270, tma_chunk.spec.mask.chunk_lookback = 1, tma_chunk.spec.mask.window_right = 3;
+  tma_chunk.spec.mask.causal = false;
+  Case& tma_scored = add_decode("tma_shared_mod", 16, spec(DType::bf16, DType::bf16, 128, 128, 2, 16));
+  tma_scored.spec.mask.window_left = 568;
+  tma_scored.spec.score_mod = parse_expression("float slope[]; where(kv == 3, score - 1, 15 * tanh(score / 15) + 0.01 * slope[head] * kv)");
   Case& spans = add("positions_prefill", "sm_90a", gpu::kPrefill, 1, spec(DType::bf16, DType::bf16, 128, 128, 2, 16));
   spans.spec.mask.chunk = 40, spans.spec.mask.positions = true, spans.positions = PositionPattern::spans;
   Case& branches = add("positions_tree", "sm_120", gpu::kPrefill, 1, spec(DType::f32, DType::f32, 64, 64, 1, 0));
@@ -384,6 +392,9 @@ inline std::vector<Variant> variants() {
       "int doc[,]; float bias[,]; bool shown[]; float slope[];"
       "where(doc[batch, q] == doc[batch, kv], score + bias[head, kv], score * sigmoid(0.01 * float(kv)) - slope[head])"
       " - where(kv % 7 == 3 | shown[kv % 3], 0.5, 0.0)");
+  Case& mod_keys_256 = add_wgmma("mod_keys_256", spec(DType::bf16, DType::bf16, 256, 256, 3, 16), {{50, 300, 0}, {3, 390, 1}, {90, 90, 2}});
+  mod_keys_256.spec.mask.window_left = 150;
+  mod_keys_256.spec.score_mod = parse_expression("float bias[,]; bool shown[]; where(shown[kv % 3], score, 0.5 * score) + bias[head, kv]");
   // Verify with wgmma: pieces that have no tile, in front of an item's first one too; rows of two warpgroups, of which one has none.
   Case& mod_verify = add_verify("mod_verify", spec(DType::bf16, DType::bf16, 128, 128, 4, 16),
                                 {{8, 1500, 0}, {16, 900, 1}, {3, 40, 2}, {5, 1200, 3}, {0, 0, 4}});
