@@ -131,7 +131,7 @@ void draw_patterns(Case& c, Dice& dice) {
   const bool plain_scale = c.spec.score.scale >= 0 && !c.spec.score.head_scales && c.spec.q_dtype != DType::fp8_e4m3;
   if (plain_scale && dice.one_in(4))
     c.values = dice.pick({ValuePattern::rising, ValuePattern::falling, ValuePattern::spike, ValuePattern::large, ValuePattern::constant});
-  else if (dice.one_in(4))
+  else if (dice.one_in(4) && !has_long_float_sums(c.spec))
     c.q_gain = dice.pick({0.1f, 3.f, 6.f});
   c.scale_per_head = dice.one_in(3);
   if (dice.one_in(4)) c.kv_scale = dice.pick({0.004f, 0.05f, 1.f});

@@ -45,6 +45,10 @@ std::vector<CaseRequest> random_requests(Dice&);
 // Fewer and shorter requests, until the case has no more multiply-adds than that.
 void limit_work(Case&, int64_t most);
 
+// Whether a logit is a sum of so many floats that its rounding, which the rule for the log-sum-exp has no part of, shows where logits are
+// large.
+inline bool has_long_float_sums(const AttentionSpec& s) { return s.q_dtype == DType::f32 && s.head_dim_qk > 128; }
+
 // Cases whose specs are valid, and which take some milliseconds. One in 16 has a request of more keys than a split of CPU plans.
 Case random_case(uint64_t seed);
 MlaCase random_mla_case(uint64_t seed);
