@@ -128,13 +128,14 @@ void draw_patterns(Case& c, Dice& dice) {
   if (mask.positions) c.positions = dice.pick({PositionPattern::spans, PositionPattern::tree, PositionPattern::zigzag});
   if (mask.tree)
     c.tree = dice.pick({TreePattern::binary, TreePattern::random, TreePattern::random, TreePattern::wide, TreePattern::forest, TreePattern::none});
-  const bool plain_scale = c.spec.score.scale >= 0 && !c.spec.score.head_scales && c.spec.q_dtype != DType::fp8_e4m3;
-  if (plain_scale && dice.one_in(4))
+  const bool plain_scale = c.spec.score.scale == 0 && !c.spec.score.head_scales && c.spec.q_dtype != DType::fp8_e4m3;
+  const bool trend = plain_scale && dice.one_in(4);
+  if (trend)
     c.values = dice.pick({ValuePattern::rising, ValuePattern::falling, ValuePattern::spike, ValuePattern::large, ValuePattern::constant});
   else if (dice.one_in(4) && !has_long_float_sums(c.spec))
     c.q_gain = dice.pick({0.1f, 3.f, 6.f});
   c.scale_per_head = dice.one_in(3);
-  if (dice.one_in(4)) c.kv_scale = dice.pick({0.004f, 0.05f, 1.f});
+  if (!trend && dice.one_in(4)) c.kv_scale = dice.pick({0.004f, 0.05f, 1.f});
   if (c.spec.kv_format == KvFormat::latent_rope && is_fp8(c.spec.kv_dtype)) c.rope_factor = dice.pick({1.f, 0.3f, 3.7f});
 }
 
@@ -198,7 +199,9 @@ void limit_work(Case& c, int64_t most) {
     const auto pairs = [](const CaseRequest& r) { return int64_t(r.q_len) * r.seq_len; };
     CaseRequest& largest = *std::ranges::max_element(c.requests, {}, pairs);
     const bool encoder = c.spec.kind == AttentionKind::encoder || c.spec.kind == AttentionKind::encoder_only;
-    if (c.spec.num_kv_heads > 1 && pairs(largest) < 4000) {
+    if (pairs(largest) == 1) {  // and so have all others
+      c.requests.pop_back();
+    } else if (c.spec.num_kv_heads > 1 && pairs(largest) < 4000) {
       c.spec.num_q_heads = c.spec.group_size(), c.spec.num_kv_heads = 1;
     } else if (encoder || largest.q_len == 1) {
       largest.seq_len = (largest.seq_len + 1) / 2;

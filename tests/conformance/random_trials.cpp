@@ -103,7 +103,7 @@ class RandomTrial {
       return !e.empty() && (e.uses(ExpressionVariable::q_len) || e.uses(ExpressionVariable::kv_len));
     };
     const bool fixed = is_decoder() && s.mask.causal && !s.mask.tree && !s.mask.positions && !counts(s.mask_mod) && !counts(s.score_mod);
-    if (!fixed) return {};
+    if (!fixed || options_.block_size == 0) return among_others();
     RunOptions other = options_;
     other.chunk = dice_.pick({1, 2, 7, 16, 63, 64, 129});
     const RunResult chunked = run(in_, other);

@@ -16,6 +16,7 @@
 
 #include "imbrex/error.h"
 #include "matrix.h"
+#include "matrix.h"
 #include "random_cases.h"
 
 namespace imbrex::test {
