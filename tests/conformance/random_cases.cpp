@@ -133,7 +133,7 @@ void draw_patterns(Case& c, Dice& dice) {
   if (trend)
     c.values = dice.pick({ValuePattern::rising, ValuePattern::falling, ValuePattern::spike, ValuePattern::large, ValuePattern::constant});
   else if (dice.one_in(4) && !has_long_float_sums(c.spec))
-    c.q_gain = dice.pick({0.1f, 3.f, 6.f});
+    c.q_gain = dice.pick({0.1f, 3.f, c.spec.q_dtype == DType::f32 ? 2.f : 6.f});
   c.scale_per_head = dice.one_in(3);
   if (!trend && dice.one_in(4)) c.kv_scale = dice.pick({0.004f, 0.05f, 1.f});
   if (c.spec.kv_format == KvFormat::latent_rope && is_fp8(c.spec.kv_dtype)) c.rope_factor = dice.pick({1.f, 0.3f, 3.7f});
@@ -176,10 +176,10 @@ AttentionSpec random_spec(Dice& dice) {
   s.block_size = dice.pick(kBlockSizes);
   draw_mask(s.mask, dice);
   draw_score(s.score, dice);
-  if (dice.one_in(8)) s.score.scale = s.scale() * dice.pick({0.2f, 0.7f, 1.5f, -1.f});
   draw_expressions(s, dice);
   if (dice.one_in(8)) draw_kind(s, dice);
   if (dice.one_in(6)) draw_format(s, dice);
+  if (dice.one_in(8)) s.score.scale = s.scale() * dice.pick({0.2f, 0.7f, -1.f, has_long_float_sums(s) ? 1.f : 1.5f});
   return s;
 }
 

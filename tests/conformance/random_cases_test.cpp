@@ -124,10 +124,10 @@ TEST_P(RandomCases, OfAttentionAgreeWithTheReferenceAndKeepItsLaws) {
   for_each_seed(GetParam(), 320, "attention", [](uint64_t seed) { return random_attention_failure(seed, targets(), kEach); });
 }
 TEST_P(RandomCases, OfLatentAttentionAgreeWithTheReference) {
-  for_each_seed(GetParam(), 96, "mla", [](uint64_t seed) { return mla_failure(seed); });
+  for_each_seed(GetParam(), 64, "mla", [](uint64_t seed) { return mla_failure(seed); });
 }
 TEST_P(RandomCases, OfRecurrentLayersAgreeWithTheReference) {
-  for_each_seed(GetParam(), 96, "recurrent", [](uint64_t seed) { return recurrent_failure(seed); });
+  for_each_seed(GetParam(), 64, "recurrent", [](uint64_t seed) { return recurrent_failure(seed); });
 }
 
 INSTANTIATE_TEST_SUITE_P(Part, RandomCases, testing::Range(0, kRandomParts), testing::PrintToStringParamName());

@@ -41,7 +41,7 @@ void for_each_seed(int part, int usual_count, const char* family, const std::fun
     const std::string failure = failure_of(seed);
     if (failure.empty()) continue;
     ADD_FAILURE() << "IMBREX_RANDOM_SEED=" << seed << " " << family << ": " << failure;
-    if (constexpr int kMostFailures = 20; ++failed == kMostFailures) break;
+    if (constexpr int kMostFailures = 5; ++failed == kMostFailures) break;
   }
   if (c.seconds > 0) std::fprintf(stderr, "\r%s: %d cases, %d failed\n", family, done, failed);
 }
