@@ -1,5 +1,5 @@
 #pragma once
-// Cases that a seed draws: of every family that has heads, in shapes, types, masks, biases, pages and requests that no table names.
+// Cases that a seed draws: of every family, in shapes, types, masks, biases, pages and requests that no table names.
 // random_cases_test.cpp says how they are run.
 #include <cstdint>
 #include <initializer_list>
@@ -10,6 +10,7 @@
 #include "conformance/case_random.h"
 #include "conformance/mla/cases.h"
 #include "conformance/recurrent/cases.h"
+#include "conformance/short_conv/cases.h"
 
 namespace imbrex::test {
 
@@ -53,11 +54,13 @@ inline bool has_long_float_sums(const AttentionSpec& s) { return s.q_dtype == DT
 Case random_case(uint64_t seed);
 MlaCase random_mla_case(uint64_t seed);
 RecurrentCase random_recurrent_case(uint64_t seed);
+ShortConvCase random_short_conv_case(uint64_t seed);
 
 // All of a case in one line.
 std::string describe(const Case&);
 std::string describe(const MlaCase&);
 std::string describe(const RecurrentCase&);
+std::string describe(const ShortConvCase&);
 
 // Cases with something less, to find the least of a case that fails.
 std::vector<Case> simpler_cases(const Case&);

@@ -10,6 +10,7 @@
 #include "mla_targets.h"
 #include "random_trials.h"
 #include "recurrent_targets.h"
+#include "short_conv_targets.h"
 
 namespace imbrex::test {
 namespace {
@@ -30,8 +31,9 @@ std::string mla_failure(const MlaCase& c, const MlaCaseInputs& in, const Expecte
   other.page_seed += 1000;
   ThreadPool pool(dice.from_to(1, 4));
   if (!on_gpu) other.threads = pool.parallel_for();
-  if (std::string failure = difference(run_case(*target.backend, target.device, in, other), result, to_string(other.poison)); !failure.empty())
-    return failure;
+  const RunResult second = run_case(*target.backend, target.device, in, other);
+  const auto same = [](const RunResult& a, const RunResult& b) { return bit_identical(a.out, b.out) && bit_identical(a.lse, b.lse); };
+  if (std::string failure = difference(second, same(second, result), to_string(other.poison)); !failure.empty()) return failure;
   if (is_composite(*target.backend) && !c.spec.absorbed) {
     const bool expand = dice.one_in(2);
     const int chunk = dice.from_to(17, 140);
@@ -52,7 +54,8 @@ std::string mla_failure(const MlaCase& c, const MlaCaseInputs& in, const Expecte
   RunResult rows;
   rows.out.assign(result.out.begin() + long(token * width), result.out.begin() + long(end * width));
   rows.lse.assign(result.lse.begin() + long(token * heads), result.lse.begin() + long(end * heads));
-  return difference(run_case(*target.backend, target.device, make_inputs(alone), options), rows, fmt::format("request {} alone", r));
+  const RunResult one = run_case(*target.backend, target.device, make_inputs(alone), options);
+  return difference(one, same(one, rows), fmt::format("request {} alone", r));
 }
 
 std::string mla_failure(uint64_t seed) {
@@ -71,48 +74,62 @@ std::string mla_failure(uint64_t seed) {
   return {};
 }
 
-// ---- recurrent layers ----
+// ---- layers with a state ----
 
-std::string recurrent_failure(const RecurrentCase& c, const RecurrentCaseInputs& in, const RecurrentTarget& target) {
-  if (const auto reasons = target.backend->unsupported(c.spec, target.device); !reasons.empty())
-    return refusal_failure(*target.backend, c.spec, target.device, reasons);
+// A case in other slots, among other poison, with threads and other gaps, and one of its requests alone. `width` is of a token's outputs,
+// `slot` of a request's states, in bytes.
+template <class Case, class Inputs, class Options, class Result, class Target>
+std::string state_law_failure(const Case& c, const Inputs& in, const Options& options, const Result& result, const Target& target,
+                              size_t width, size_t slot) {
   Dice dice(c.seed ^ 0x5eed);
-  RecurrentRunOptions options = default_options(c);
-  const RecurrentRunResult result = run_case(*target.backend, target.device, in, options);
-  const bool products = target.backend->plan(c.spec, target.device, {.limits = limits_of(c.requests)})->rounded_products();
-  if (const RecurrentJudgement j = judge(expect(in, c.chunk, products), in, result); !j.pass()) return j.failure;
-  RecurrentRunOptions other = options;
+  Options other = options;
   other.poison = dice.pick({Poison::zero, Poison::ones});
   other.slot_seed += 1000;
   other.other_sources = !options.other_sources;
   ThreadPool pool(dice.from_to(1, 5));
   if (!target.on_gpu()) other.threads = pool.parallel_for(), other.gaps = dice.pick({Gaps::none, Gaps::aligned, Gaps::odd});
-  if (std::string failure = difference(run_case(*target.backend, target.device, in, other), result, to_string(other.poison)); !failure.empty())
-    return failure;
-  // One request alone.
+  const Result second = run_case(*target.backend, target.device, in, other);
+  if (std::string failure = difference(second, same_bits(second, result), to_string(other.poison)); !failure.empty()) return failure;
   if (c.requests.empty()) return {};
   const size_t r = size_t(dice.below(int(c.requests.size())));
-  RecurrentCase alone = c;
+  Case alone = c;
   alone.requests = {c.requests[r]};
   size_t token = 0;
   for (size_t i = 0; i < r; ++i) token += size_t(c.requests[i].q_len);
-  const size_t width = size_t(c.spec.num_v_heads) * size_t(c.spec.head_dim_v), slot = size_t(c.spec.state_rows()) * size_t(in.row_numbers());
-  const RecurrentRunResult one = run_case(*target.backend, target.device, make_inputs(alone), options);
-  const size_t bytes = slot * size_t(size_of(c.spec.state_dtype));
+  const Result one = run_case(*target.backend, target.device, make_inputs(alone), options);
   const bool same = std::equal(one.out.begin(), one.out.end(), result.out.begin() + long(token * width)) &&
-                    std::equal(one.state.bytes.begin(), one.state.bytes.end(), result.state.bytes.begin() + long(r * bytes));
+                    std::equal(one.state.bytes.begin(), one.state.bytes.end(), result.state.bytes.begin() + long(r * slot));
   return same ? "" : fmt::format("request {} alone has other bits", r);
 }
 
-std::string recurrent_failure(uint64_t seed) {
-  const RecurrentCase c = random_recurrent_case(seed);
-  const RecurrentCaseInputs in = make_inputs(c);
+std::string state_failure(const RecurrentCase& c, const RecurrentCaseInputs& in, const RecurrentTarget& target) {
+  if (const auto reasons = target.backend->unsupported(c.spec, target.device); !reasons.empty())
+    return refusal_failure(*target.backend, c.spec, target.device, reasons);
+  const RecurrentRunOptions options = default_options(c);
+  const RecurrentRunResult result = run_case(*target.backend, target.device, in, options);
+  const bool products = target.backend->plan(c.spec, target.device, {.limits = limits_of(c.requests)})->rounded_products();
+  if (const RecurrentJudgement j = judge(expect(in, c.chunk, products), in, result); !j.pass()) return j.failure;
+  const size_t slot = size_t(c.spec.state_rows()) * size_t(in.row_numbers()) * size_t(size_of(c.spec.state_dtype));
+  return state_law_failure(c, in, options, result, target, size_t(c.spec.num_v_heads) * size_t(c.spec.head_dim_v), slot);
+}
+
+std::string state_failure(const ShortConvCase& c, const ShortConvCaseInputs& in, const ShortConvTarget& target) {
+  if (const auto reasons = target.backend->unsupported(c.spec, target.device); !reasons.empty())
+    return refusal_failure(*target.backend, c.spec, target.device, reasons);
+  const ShortConvRunOptions options = default_options(c);
+  const ShortConvRunResult result = run_case(*target.backend, target.device, in, options);
+  if (const ShortConvJudgement j = judge(expect(in), in, result); !j.pass()) return j.failure;
+  return state_law_failure(c, in, options, result, target, size_t(c.spec.dim), size_t(c.spec.state_bytes()));
+}
+
+template <class Case, class Target>
+std::string state_failure(const Case& c, const std::vector<Target>& targets) {
+  const auto in = make_inputs(c);
   constexpr size_t kEach = 2;
-  for (size_t i = 0; i < recurrent_targets().size(); ++i) {
-    const RecurrentTarget& target = recurrent_targets()[i];
-    if (!campaign().runs(seed, i, kEach)) continue;
-    const std::string failure = caught([&] { return recurrent_failure(c, in, target); });
-    if (!failure.empty()) return fmt::format("{} on {}: {}\n  {}", c.name, target.name(), failure, describe(c));
+  for (size_t i = 0; i < targets.size(); ++i) {
+    if (!campaign().runs(c.seed, i, kEach)) continue;
+    const std::string failure = caught([&] { return state_failure(c, in, targets[i]); });
+    if (!failure.empty()) return fmt::format("{} on {}: {}\n  {}", c.name, targets[i].name(), failure, describe(c));
   }
   return {};
 }
@@ -127,7 +144,11 @@ TEST_P(RandomCases, OfLatentAttentionAgreeWithTheReference) {
   for_each_seed(GetParam(), 64, "mla", [](uint64_t seed) { return mla_failure(seed); });
 }
 TEST_P(RandomCases, OfRecurrentLayersAgreeWithTheReference) {
-  for_each_seed(GetParam(), 64, "recurrent", [](uint64_t seed) { return recurrent_failure(seed); });
+  for_each_seed(GetParam(), 64, "recurrent", [](uint64_t seed) { return state_failure(random_recurrent_case(seed), recurrent_targets()); });
+}
+TEST_P(RandomCases, OfTheShortConvolutionAgreeWithTheReference) {
+  for_each_seed(GetParam(), 64, "short_conv",
+                [](uint64_t seed) { return state_failure(random_short_conv_case(seed), short_conv_targets()); });
 }
 
 INSTANTIATE_TEST_SUITE_P(Part, RandomCases, testing::Range(0, kRandomParts), testing::PrintToStringParamName());

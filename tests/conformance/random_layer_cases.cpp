@@ -1,4 +1,4 @@
-// Random cases of latent attention and of recurrent layers: see random_cases.h.
+// Random cases of latent attention and of layers with a state: see random_cases.h.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -87,7 +87,8 @@ RecurrentSpec random_recurrent_spec(Dice& dice) {
   return s;
 }
 
-StateCaseRequest random_state_request(const RecurrentSpec& spec, Dice& dice, int most) {
+template <class Spec>
+StateCaseRequest random_state_request(const Spec& spec, Dice& dice, int most) {
   StateCaseRequest r{.q_len = dice.one_in(8) ? 0 : dice.one_in(3) ? dice.from_to(1, 5) : dice.from_to(1, most),
                      .context_len = dice.one_in(3) ? 0 : dice.from_to(1, 300)};
   if (spec.num_drafts == 0 || r.q_len == 0) return r;
@@ -97,6 +98,21 @@ StateCaseRequest random_state_request(const RecurrentSpec& spec, Dice& dice, int
   const int certain = r.q_len - r.drafts;  // a draft follows the last certain token, or a draft in front of it
   for (int i = 0; i < r.drafts; ++i) r.parents.push_back(dice.from_to(certain - 1, certain + i - 1));
   return r;
+}
+
+bool has_drafts(const StateCaseRequests& requests) {
+  return std::ranges::any_of(requests, [](const StateCaseRequest& r) { return r.drafts > 0 || r.accepted > 0; });
+}
+
+ShortConvSpec random_short_conv_spec(Dice& dice) {
+  ShortConvSpec s{.dim = dice.one_in(2) ? 8 * dice.from_to(1, 80) : dice.from_to(1, 300), .width = dice.from_to(2, 8)};
+  s.bias = dice.one_in(2);
+  s.dtype = dice.pick({DType::bf16, DType::f16, DType::f32});
+  s.form = dice.pick({ShortConvForm::gated, ShortConvForm::plain});
+  if (s.form == ShortConvForm::plain) s.activation = dice.pick({ShortConvActivation::none, ShortConvActivation::silu});
+  if (dice.one_in(2)) s.num_drafts = dice.from_to(1, 9);
+  s.tree_drafts = s.num_drafts > 0 && dice.one_in(2);
+  return s;
 }
 
 template <class Spec, class Draw>
@@ -155,10 +171,9 @@ RecurrentCase random_recurrent_case(uint64_t seed) {
     r.id = int(c.requests.size());
     c.requests.push_back(std::move(r));
   }
-  const bool drafts = std::ranges::any_of(c.requests, [](const StateCaseRequest& r) { return r.drafts > 0 || r.accepted > 0; });
   // The rule for states has no part of what the delta rule makes of roundings between steps, where channels decay unequally.
   const bool judged = c.spec.state_dtype == DType::f32 || !c.spec.delta || !c.spec.channel_gate;
-  if (!drafts && judged && dice.one_in(3)) c.chunk = dice.from_to(1, 70);
+  if (!has_drafts(c.requests) && judged && dice.one_in(3)) c.chunk = dice.from_to(1, 70);
   c.gaps = dice.pick({Gaps::none, Gaps::aligned, Gaps::odd});
   c.padding_tokens = dice.below(4);
   c.float_gates = dice.one_in(2), c.shared_weight = dice.one_in(3), c.other_sources = dice.one_in(3);
@@ -167,18 +182,44 @@ RecurrentCase random_recurrent_case(uint64_t seed) {
   return c;
 }
 
+ShortConvCase random_short_conv_case(uint64_t seed) {
+  Dice dice(seed);
+  ShortConvCase c{.name = fmt::format("random_short_conv_{}", seed), .spec = valid_spec<ShortConvSpec>(dice, random_short_conv_spec), .requests = {}};
+  c.seed = seed;
+  const int most = dice.pick({3, 20, 70, 140});
+  for (int left = dice.pick({1, 2, 3, 5, 9, 17}); left > 0; --left) {
+    c.requests.push_back(random_state_request(c.spec, dice, most));
+    c.requests.back().id = int(c.requests.size());
+  }
+  if (!has_drafts(c.requests) && dice.one_in(3)) c.chunk = dice.from_to(1, 70);
+  c.gaps = dice.pick({Gaps::none, Gaps::aligned, Gaps::odd});
+  c.padding_tokens = dice.below(4);
+  c.other_sources = dice.one_in(3);
+  if (dice.one_in(3)) c.values = dice.pick({ShortConvValues::steep, ShortConvValues::tiny, ShortConvValues::large});
+  return c;
+}
+
 std::string describe(const MlaCase& c) { return c.spec.str() + "; " + describe(c.attention); }
 
-std::string describe(const RecurrentCase& c) {
-  std::string requests;
-  for (const StateCaseRequest& r : c.requests) {
-    requests += fmt::format("{}{{{}, {}, {}, {}", requests.empty() ? "" : ", ", r.q_len, r.context_len, r.drafts, r.accepted);
-    for (size_t i = 0; i < r.parents.size(); ++i) requests += fmt::format("{} {}", i == 0 ? ", parents" : "", r.parents[i]);
-    requests += "}";
+static std::string text_of(const StateCaseRequests& requests) {
+  std::string text;
+  for (const StateCaseRequest& r : requests) {
+    text += fmt::format("{}{{{}, {}, {}, {}", text.empty() ? "" : ", ", r.q_len, r.context_len, r.drafts, r.accepted);
+    for (size_t i = 0; i < r.parents.size(); ++i) text += fmt::format("{} {}", i == 0 ? ", parents" : "", r.parents[i]);
+    text += "}";
   }
-  return fmt::format("{} seed {} requests {{{}}} chunk {} gaps {} padding {} {} gates{}{} values {}", c.spec.str(), c.seed, requests, c.chunk,
-                     to_string(c.gaps), c.padding_tokens, c.float_gates ? "float" : "narrow", c.shared_weight ? " shared weight" : "",
+  return text;
+}
+
+std::string describe(const RecurrentCase& c) {
+  return fmt::format("{} seed {} requests {{{}}} chunk {} gaps {} padding {} {} gates{}{} values {}", c.spec.str(), c.seed, text_of(c.requests),
+                     c.chunk, to_string(c.gaps), c.padding_tokens, c.float_gates ? "float" : "narrow", c.shared_weight ? " shared weight" : "",
                      c.other_sources ? " other sources" : "", int(c.values));
+}
+
+std::string describe(const ShortConvCase& c) {
+  return fmt::format("{} seed {} requests {{{}}} chunk {} gaps {} padding {}{} values {}", c.spec.str(), c.seed, text_of(c.requests), c.chunk,
+                     to_string(c.gaps), c.padding_tokens, c.other_sources ? " other sources" : "", int(c.values));
 }
 
 }  // namespace imbrex::test
