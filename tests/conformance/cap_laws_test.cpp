@@ -1,4 +1,5 @@
-// A law of soft caps: a cap that is far above all logits changes none, so that what computes its tanh has to be as exact near 0 as floats are.
+// A law of soft caps: a cap that is far above all logits changes none, so that what computes its tanh has to be as exact near 0 as floats
+// are.
 #include <gtest/gtest.h>
 
 #include "matrix.h"

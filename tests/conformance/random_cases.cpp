@@ -127,7 +127,8 @@ void draw_patterns(Case& c, Dice& dice) {
   c.packed_mask = mask.custom && dice.one_in(2);
   if (mask.positions) c.positions = dice.pick({PositionPattern::spans, PositionPattern::tree, PositionPattern::zigzag});
   if (mask.tree)
-    c.tree = dice.pick({TreePattern::binary, TreePattern::random, TreePattern::random, TreePattern::wide, TreePattern::forest, TreePattern::none});
+    c.tree = dice.pick(
+        {TreePattern::binary, TreePattern::random, TreePattern::random, TreePattern::wide, TreePattern::forest, TreePattern::none});
   const bool plain_scale = c.spec.score.scale == 0 && !c.spec.score.head_scales && c.spec.q_dtype != DType::fp8_e4m3;
   const bool trend = plain_scale && dice.one_in(4);
   if (trend)
@@ -239,11 +240,13 @@ Case random_case(uint64_t seed) {
 
 std::string describe(const Case& c) {
   std::string requests;
-  for (const CaseRequest& r : c.requests) requests += fmt::format("{}{{{}, {}, {}}}", requests.empty() ? "" : ", ", r.q_len, r.seq_len, r.id);
-  return fmt::format("{} seed {} requests {{{}}} out {} {} {} padding {} gain {} scale {}{} rope {} custom {}{} positions {} tree {} values {}",
-                     c.spec.str(), c.seed, requests, to_string(c.out_dtype), c.csr ? "csr" : "dense", c.order, c.padding_tokens, c.q_gain,
-                     c.kv_scale, c.scale_per_head ? " per head" : "", c.rope_factor, int(c.custom), c.packed_mask ? " packed" : "",
-                     int(c.positions), int(c.tree), int(c.values));
+  for (const CaseRequest& r : c.requests)
+    requests += fmt::format("{}{{{}, {}, {}}}", requests.empty() ? "" : ", ", r.q_len, r.seq_len, r.id);
+  return fmt::format(
+      "{} seed {} requests {{{}}} out {} {} {} padding {} gain {} scale {}{} rope {} custom {}{} positions {} tree {} values {}",
+      c.spec.str(), c.seed, requests, to_string(c.out_dtype), c.csr ? "csr" : "dense", c.order, c.padding_tokens, c.q_gain, c.kv_scale,
+      c.scale_per_head ? " per head" : "", c.rope_factor, int(c.custom), c.packed_mask ? " packed" : "", int(c.positions), int(c.tree),
+      int(c.values));
 }
 
 std::vector<Case> simpler_cases(const Case& c) {

@@ -50,7 +50,8 @@ std::string mla_failure(const MlaCase& c, const MlaCaseInputs& in, const Expecte
   alone.attention.requests = {c.attention.requests[r]};
   size_t token = 0;
   for (size_t i = 0; i < r; ++i) token += size_t(c.attention.requests[i].q_len);
-  const size_t heads = size_t(c.spec.num_heads), width = heads * size_t(c.spec.out_dim()), end = token + size_t(alone.attention.num_tokens());
+  const size_t heads = size_t(c.spec.num_heads), width = heads * size_t(c.spec.out_dim()),
+               end = token + size_t(alone.attention.num_tokens());
   RunResult rows;
   rows.out.assign(result.out.begin() + long(token * width), result.out.begin() + long(end * width));
   rows.lse.assign(result.lse.begin() + long(token * heads), result.lse.begin() + long(end * heads));

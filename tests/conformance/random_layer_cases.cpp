@@ -89,7 +89,9 @@ RecurrentSpec random_recurrent_spec(Dice& dice) {
 
 template <class Spec>
 StateCaseRequest random_state_request(const Spec& spec, Dice& dice, int most) {
-  StateCaseRequest r{.q_len = dice.one_in(8) ? 0 : dice.one_in(3) ? dice.from_to(1, 5) : dice.from_to(1, most),
+  StateCaseRequest r{.q_len = dice.one_in(8)   ? 0
+                              : dice.one_in(3) ? dice.from_to(1, 5)
+                                               : dice.from_to(1, most),
                      .context_len = dice.one_in(3) ? 0 : dice.from_to(1, 300)};
   if (spec.num_drafts == 0 || r.q_len == 0) return r;
   r.drafts = dice.below(std::min(r.q_len, spec.num_drafts) + 1);
@@ -184,7 +186,8 @@ RecurrentCase random_recurrent_case(uint64_t seed) {
 
 ShortConvCase random_short_conv_case(uint64_t seed) {
   Dice dice(seed);
-  ShortConvCase c{.name = fmt::format("random_short_conv_{}", seed), .spec = valid_spec<ShortConvSpec>(dice, random_short_conv_spec), .requests = {}};
+  ShortConvCase c{
+      .name = fmt::format("random_short_conv_{}", seed), .spec = valid_spec<ShortConvSpec>(dice, random_short_conv_spec), .requests = {}};
   c.seed = seed;
   const int most = dice.pick({3, 20, 70, 140});
   for (int left = dice.pick({1, 2, 3, 5, 9, 17}); left > 0; --left) {
@@ -212,14 +215,14 @@ static std::string text_of(const StateCaseRequests& requests) {
 }
 
 std::string describe(const RecurrentCase& c) {
-  return fmt::format("{} seed {} requests {{{}}} chunk {} gaps {} padding {} {} gates{}{} values {}", c.spec.str(), c.seed, text_of(c.requests),
-                     c.chunk, to_string(c.gaps), c.padding_tokens, c.float_gates ? "float" : "narrow", c.shared_weight ? " shared weight" : "",
-                     c.other_sources ? " other sources" : "", int(c.values));
+  return fmt::format("{} seed {} requests {{{}}} chunk {} gaps {} padding {} {} gates{}{} values {}", c.spec.str(), c.seed,
+                     text_of(c.requests), c.chunk, to_string(c.gaps), c.padding_tokens, c.float_gates ? "float" : "narrow",
+                     c.shared_weight ? " shared weight" : "", c.other_sources ? " other sources" : "", int(c.values));
 }
 
 std::string describe(const ShortConvCase& c) {
-  return fmt::format("{} seed {} requests {{{}}} chunk {} gaps {} padding {}{} values {}", c.spec.str(), c.seed, text_of(c.requests), c.chunk,
-                     to_string(c.gaps), c.padding_tokens, c.other_sources ? " other sources" : "", int(c.values));
+  return fmt::format("{} seed {} requests {{{}}} chunk {} gaps {} padding {}{} values {}", c.spec.str(), c.seed, text_of(c.requests),
+                     c.chunk, to_string(c.gaps), c.padding_tokens, c.other_sources ? " other sources" : "", int(c.values));
 }
 
 }  // namespace imbrex::test

@@ -38,7 +38,8 @@ void for_each_seed(int part, int usual_count, const char* family, const std::fun
   int done = 0, failed = 0;
   for (; more(done); ++done) {
     const uint64_t seed = c.first + uint64_t(part) + uint64_t(done) * kRandomParts;
-    if (c.alone || c.seconds > 0) std::fprintf(stderr, "\r%s seed %llu ", family, static_cast<unsigned long long>(seed));  // in case that it crashes
+    if (c.alone || c.seconds > 0)
+      std::fprintf(stderr, "\r%s seed %llu ", family, static_cast<unsigned long long>(seed));  // in case that it crashes
     const std::string failure = failure_of(seed);
     if (failure.empty()) continue;
     ADD_FAILURE() << "IMBREX_RANDOM_SEED=" << seed << " " << family << ": " << failure;
@@ -106,8 +107,8 @@ class RandomTrial {
       if (options_.block_size > 0 && fits(case_.spec, target_.kv_format, block_size)) other.block_size = block_size;
     }
     return run_difference(run(in_, other), result_,
-                      fmt::format("{} in blocks of {} {} {} and {} mask", to_string(other.poison), other.block_size, other.csr ? "csr" : "dense",
-                                  other.order, other.packed_mask ? "a packed" : "an unpacked"));
+                          fmt::format("{} in blocks of {} {} {} and {} mask", to_string(other.poison), other.block_size,
+                                      other.csr ? "csr" : "dense", other.order, other.packed_mask ? "a packed" : "an unpacked"));
   }
 
   // Steps of some queries of each request. A GPU has other kernels for other numbers of them.

@@ -15,7 +15,6 @@
 
 #include "imbrex/error.h"
 #include "matrix.h"
-#include "matrix.h"
 #include "random_cases.h"
 
 namespace imbrex::test {

@@ -43,8 +43,8 @@ constexpr float kLargeLogit = 1 << 27;
 // A product that the compiler cannot fuse with an addition.
 IMBREX_INLINE vf rounded_product(vf a, vf b) { return _mm512_mul_round_ps(a, b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
-// cap * tanh(x / cap), as cap (e / (e + 2)) with e = exp(2x / cap) - 1. `twice` is 2 log2(e) / cap. Relative error 3e-7, near 0 too: there a
-// cap changes nothing, however large it is. The limit is the first operand of min, which returns the second where one is NaN.
+// cap * tanh(x / cap), as cap (e / (e + 2)) with e = exp(2x / cap) - 1. `twice` is 2 log2(e) / cap. Relative error 3e-7, near 0 too: there
+// a cap changes nothing, however large it is. The limit is the first operand of min, which returns the second where one is NaN.
 IMBREX_INLINE vf soft_cap_f32(vf x, float twice, float cap) {
   const vf y = _mm512_min_ps(_mm512_set1_ps(30.f), _mm512_mul_ps(x, _mm512_set1_ps(twice)));
   const vf f = _mm512_reduce_ps(y, 0), power = _mm512_scalef_ps(_mm512_set1_ps(1.f), _mm512_sub_ps(y, f));

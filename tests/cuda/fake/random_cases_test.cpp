@@ -1,5 +1,5 @@
-// Random cases of attention (tests/conformance/random_cases.h) on the whole host side of the CUDA backends, with kernels that are host code,
-// on the fake driver: those that a GPU runs in conformance_tests.
+// Random cases of attention (tests/conformance/random_cases.h) on the whole host side of the CUDA backends, with kernels that are host
+// code, on the fake driver: those that a GPU runs in conformance_tests.
 #include <gtest/gtest.h>
 
 #include "conformance/random_trials.h"
