@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "attention/reference.h"
 #include "expect_error.h"
@@ -98,7 +99,8 @@ std::string state_law_failure(const Case& c, const Inputs& in, const Options& op
   size_t token = 0;
   for (size_t i = 0; i < r; ++i) token += size_t(c.requests[i].q_len);
   const Result one = run_case(*target.backend, target.device, make_inputs(alone), options);
-  const bool same = std::equal(one.out.begin(), one.out.end(), result.out.begin() + long(token * width)) &&
+  // Bytes: outputs beyond what an f16 holds may be NaN.
+  const bool same = std::memcmp(one.out.data(), result.out.data() + token * width, one.out.size() * sizeof(float)) == 0 &&
                     std::equal(one.state.bytes.begin(), one.state.bytes.end(), result.state.bytes.begin() + long(r * slot));
   return same ? "" : fmt::format("request {} alone has other bits", r);
 }
