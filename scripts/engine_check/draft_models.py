@@ -9,6 +9,16 @@ from safetensors.torch import save_file
 
 TOKENS, MASK = 24, 3  # the first four are special
 HIDDEN, LAYERS, TAKEN = 256, 4, (0, 2)  # of the target, and after which of its layers a draft of blocks takes hidden states
+CONFIG = dict(  # of all drafts that are made here
+    hidden_size=HIDDEN,
+    intermediate_size=2 * HIDDEN,
+    hidden_act="silu",
+    rope_theta=10000.0,
+    max_position_embeddings=16384,
+    vocab_size=TOKENS,
+    attention_bias=False,
+    tie_word_embeddings=False,
+)
 DRAFT = dict(layers=2, q_heads=4, kv_heads=2, head_dim=64)
 
 
@@ -68,19 +78,12 @@ def blocks(size, window=0, markov_rank=0, **changes):
     config = dict(
         architectures=["DSparkDraftModel" if markov_rank else "DFlashDraftModel"],
         model_type="qwen3",
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
+        **CONFIG,
         num_hidden_layers=DRAFT["layers"],
         num_attention_heads=DRAFT["q_heads"],
         num_key_value_heads=DRAFT["kv_heads"],
         head_dim=DRAFT["head_dim"],
-        hidden_act="silu",
         rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        max_position_embeddings=16384,
-        vocab_size=TOKENS,
-        attention_bias=False,
-        tie_word_embeddings=False,
         block_size=size,
         num_target_layers=LAYERS,
         dflash_config=dict(mask_token_id=MASK, target_layer_ids=list(TAKEN)),
@@ -108,17 +111,10 @@ def mtp(num_layers, window):
     config = dict(
         architectures=["MiMoV2FlashForCausalLM"],
         model_type="qwen2",
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
+        **CONFIG,
         num_hidden_layers=1,
         hybrid_layer_pattern=[1],
-        hidden_act="silu",
         layernorm_epsilon=1e-6,
-        rope_theta=10000.0,
-        max_position_embeddings=16384,
-        vocab_size=TOKENS,
-        attention_bias=False,
-        tie_word_embeddings=False,
         sliding_window_size=window,
         add_swa_attention_sink_bias=True,
         num_nextn_predict_layers=num_layers,

@@ -234,7 +234,7 @@ CaseInputs make_inputs(const Case& c) {
     in.v_scale = HostTensor::make(DType::f32, {count});
     for (int h = 0; h < count; ++h) {
       in.k_scale.set(h, double(c.kv_scale) * (1.0 + h / 4.0));
-      in.v_scale.set(h, double(c.kv_scale) * (1.5 - h / 8.0));
+      in.v_scale.set(h, double(c.kv_scale) * std::max(1.5 - h / 8.0, 0.125));
     }
   }
   if (c.rope_factor != 1.f) {

@@ -227,7 +227,7 @@ class Consumer {
       pack_weights<kValueType>(s, weights_);
       --left;
     }
-    // `ended`: pieces that end with the tile before.
+    // `ended_pieces`: those that end with the tile before.
     const auto turn = [&]<bool edge>(Edge<edge>, int tile, int ended_pieces) __attribute__((always_inline)) {
       Scores s;
       if constexpr (!kMaskMod) wait_for_keys(), before = tile - 1;

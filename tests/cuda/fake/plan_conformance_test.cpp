@@ -8,7 +8,7 @@
 #include "conformance/attention/device_mirror.h"
 #include "conformance/attention/judge.h"
 #include "cuda/fake/fake_driver.h"
-#include "cuda/fake/host_kernels.h"
+#include "cuda/fake/host_backend.h"
 #include "cuda/params.h"
 #include "expect_error.h"
 #include "imbrex/select.h"
@@ -19,17 +19,11 @@ namespace {
 
 using imbrex::test::kAddressSanitizer;
 
-// Plans of a CUDA backend, whose kernels run on the host.
-struct OnHost final : Backend {
-  explicit OnHost(std::string_view name) : inner(*find_backend(name)) {}
-  const Backend& inner;
+// What its kernels are given, and one of them that writes what it should not.
+struct OnHost final : HostBackend {
+  using HostBackend::HostBackend;
   mutable int shared_items = 0;  // that attention kernels were given
   int spoiled_byte = 0;          // where an attention kernel writes beside what it should; behind the output when positive
-  std::string_view name() const override { return inner.name(); }
-  std::string_view description() const override { return inner.description(); }
-  std::vector<Reason> unsupported(const AttentionSpec& spec, const DeviceInfo& device) const override {
-    return inner.unsupported(spec, device);
-  }
   std::unique_ptr<imbrex::Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     fake::run_on_host(spec);
     const auto kernel = fake::state().on_launch;

@@ -4,27 +4,11 @@
 
 #include "conformance/random_trials.h"
 #include "cuda/fake/fake_driver.h"
-#include "cuda/fake/host_kernels.h"
-#include "imbrex/select.h"
+#include "cuda/fake/host_backend.h"
 #include "sanitizers.h"
 
 namespace imbrex::cuda {
 namespace {
-
-// Plans of a CUDA backend, whose kernels are host code.
-struct RandomOnHost final : Backend {
-  explicit RandomOnHost(std::string_view name) : inner(*find_backend(name)) {}
-  const Backend& inner;
-  std::string_view name() const override { return inner.name(); }
-  std::string_view description() const override { return inner.description(); }
-  std::vector<Reason> unsupported(const AttentionSpec& spec, const DeviceInfo& device) const override {
-    return inner.unsupported(spec, device);
-  }
-  std::unique_ptr<imbrex::Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
-    fake::run_on_host(spec);
-    return inner.plan(spec, device, options);
-  }
-};
 
 class RandomCasesOnHost : public testing::TestWithParam<int> {
  protected:
@@ -36,7 +20,7 @@ TEST_P(RandomCasesOnHost, AgreeWithTheReferenceAndKeepItsLaws) {
   std::vector<imbrex::test::Target> targets;
   std::vector<std::unique_ptr<Backend>> backends, mirrors;
   for (const char* name : {"cuda_sm80", "cuda_sm90"}) {
-    backends.push_back(std::make_unique<RandomOnHost>(name));
+    backends.push_back(std::make_unique<HostBackend>(name));
     mirrors.push_back(device_mirror(*backends.back()));
     for (const KvFormat format : {KvFormat::strided, KvFormat::latent, KvFormat::latent_rope, KvFormat::fp8_ds_mla})
       targets.push_back({.backend = mirrors.back().get(), .device = probe_cuda().at(0), .kv_format = format});
