@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ._expression_terms import BOOL, FLOAT, INT, KINDS, Term, as_term, binary, call, converted, number, real, real_function, refuse, where
+from ._expression_terms import BOOL, FLOAT, INT, Term, as_term, binary, call, converted, number, real, real_function, refuse, where
 
 _CONVERSIONS = {
     **dict.fromkeys(("float", "double", "half", "bfloat16"), torch.float32),
@@ -74,25 +74,13 @@ def _to_nearest(x):
 
 def _sign(x):
     x = number(as_term(x))
-    return where(binary(">", x, 0), _converted_like(1, x), where(binary("<", x, 0), _converted_like(-1, x), _converted_like(0, x)))
-
-
-def _converted_like(value, x):
-    return as_term(float(value) if as_term(x).kind == FLOAT else value)
-
-
-def _constant(value, kind):
-    term = as_term(value)
-    return real(number(term)) if kind == FLOAT else converted(term, torch.bool if kind == BOOL else torch.int32)
-
-
-def _kind_of(x, dtype):
-    return as_term(x).kind if dtype is None else FLOAT if dtype.is_floating_point else KINDS[dtype]
+    one, zero = converted(1, x.dtype), converted(0, x.dtype)
+    return where(binary(">", x, zero), one, where(binary("<", x, zero), _negated(one), zero))
 
 
 def _like(value):
     """Of zeros_like() and its kind: a number of the other's type."""
-    return lambda x, fill=value, dtype=None, **_: _constant(fill, _kind_of(x, dtype))
+    return lambda x, fill=value, dtype=None, **_: converted(fill, dtype or as_term(x).dtype)
 
 
 def _new(value):
@@ -101,7 +89,7 @@ def _new(value):
     def new(x, size, fill_value=value, dtype=None, **_):
         if not isinstance(size, (tuple, list)) or len(size) > 0:
             refuse(f"a new tensor of shape {size}")
-        return _constant(fill_value, _kind_of(x, dtype))
+        return converted(fill_value, dtype or as_term(x).dtype)
 
     return new
 
@@ -203,7 +191,7 @@ TABLE = {
     "clip": _clamp,
     "clamp_min": lambda x, least: _clamp(x, min=least),
     "clamp_max": lambda x, most: _clamp(x, max=most),
-    "relu": lambda x: call("max", x, _converted_like(0, x)),
+    "relu": lambda x: call("max", x, converted(0, as_term(x).dtype)),
     "where": where,
     "masked_fill": lambda x, condition, value: where(condition, value, x),
     "pow": _power,
@@ -238,9 +226,7 @@ TABLE = {
     "new_ones": _new(1),
     "new_full": _new(None),
     "to": lambda x, dtype: converted(x, dtype),
-    "type_as": lambda x, other: {BOOL: lambda: converted(x, torch.bool), INT: lambda: converted(x, torch.int32), FLOAT: lambda: real(x)}[
-        as_term(other).kind
-    ](),
+    "type_as": lambda x, other: converted(x, as_term(other).dtype),
     **{name: functools.partial(converted, dtype=dtype) for name, dtype in _CONVERSIONS.items()},
     **{name: real_function(name) for name in ("exp", "log", "sqrt", "tanh", "sigmoid", "sin", "cos", "erf")},
 }

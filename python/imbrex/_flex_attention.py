@@ -91,16 +91,21 @@ class _Blocks:
 _checked = weakref.WeakKeyDictionary()  # of a BlockMask: what was found out about it, and its state then
 
 
+def _version(x):
+    """Changes when a tensor is written to; tensors of inference mode do not say."""
+    return 0 if x is None or x.is_inference() else x._version
+
+
 def _mask_mod_of(block_mask, num_queries, num_keys):
     """The function that says what a BlockMask, or a mask_mod in its place, shows. Lists count where they say something else than the function."""
     if not hasattr(block_mask, "kv_indices"):
         return block_mask
-    lists = [x for x in (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices) if x is not None]
-    state = (block_mask.mask_mod, num_queries, num_keys, *((id(x), x._version) for x in lists))
+    lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    state = (block_mask.mask_mod, num_queries, num_keys, *map(_version, lists))
     known = _checked.get(block_mask)
-    if known is None or known[0] != state:
+    if known is None or known[0] != state or any(old is not new for old, new in zip(known[2], lists)):
         blocks = _Blocks(block_mask, num_queries, num_keys)
-        known = (state, None if blocks.are_those_of_the_function(num_queries, num_keys) else blocks.mask)
+        known = (state, None if blocks.are_those_of_the_function(num_queries, num_keys) else blocks.mask, lists)
         _checked[block_mask] = known
     return known[1] or block_mask.mask_mod
 

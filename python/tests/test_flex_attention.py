@@ -236,6 +236,18 @@ def test_lists_that_say_what_the_function_says_are_not_asked():
         imbrex.torch.flex_attention(*tensors(), block_mask=lists(torch.ones(1, 1, 2, 3, dtype=torch.bool), (64, 64)))
 
 
+def test_lists_that_are_replaced_or_made_in_inference_mode():
+    q, k, v = tensors(128, 128)
+    blocks = torch.eye(4, dtype=torch.bool)[None, None]
+    with torch.inference_mode():
+        block_mask = lists(blocks, (32, 32))
+        out = imbrex.torch.flex_attention(q, k, v, block_mask=block_mask)
+    close(out[:, :, :32], flex_attention(q[:, :, :32], k[:, :, :32], v[:, :, :32]))
+    block_mask.kv_indices = block_mask.kv_indices.flip(2).contiguous()
+    out = imbrex.torch.flex_attention(q, k, v, block_mask=block_mask)
+    close(out[:, :, :32], flex_attention(q[:, :, :32], k[:, :, 96:], v[:, :, 96:]))
+
+
 def test_keys_of_one_request_for_all():
     q, k, v = tensors()
     block_mask = create_block_mask(documents, B, H, SQ, SK, device="cpu")
