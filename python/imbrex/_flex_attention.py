@@ -24,6 +24,11 @@ def _plan_for(device, needed, spec, stream):
     return _plans.find((device, *spec.items()), needed, make, stream)
 
 
+def _on(device, traced):
+    """The tensors of a traced function by their names, on a device; none without a function."""
+    return {} if traced is None else {name: tensor.to(device) for name, tensor in traced.tensors.items()}
+
+
 def _rows(x):
     """[b, h, s, d] as [b * s, h, d]."""
     return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
@@ -69,11 +74,12 @@ class _Blocks:
         if bool((self.partial | self.full).all()) and not bool(self.full.any()):
             return True
         traced = trace_mask_mod(self.mask_mod, num_queries, num_keys)
+        tensors = _on(_CPU, traced)
         rows = -(-num_queries // self.rows)
         for b in range(self.partial.shape[0]):
             for h in range(self.partial.shape[1]):
                 tiles = _core.mask_tiles(
-                    traced.text, traced.tensors, batch=b, head=h, q_len=num_queries, kv_len=num_keys, tile_q=self.rows, tile_kv=self.columns
+                    traced.text, tensors, batch=b, head=h, q_len=num_queries, kv_len=num_keys, tile_q=self.rows, tile_kv=self.columns
                 )
                 tiles = torch.frombuffer(bytearray(tiles), dtype=torch.uint8).view(rows, -1)
                 partial, full = self.partial[b, h, :rows], self.full[b, h, :rows]
@@ -157,12 +163,12 @@ def flex_attention(
             lengths.query_start_loc,
             lengths.seq_lens,
             kv_start_loc=torch.arange(b + 1, dtype=torch.int32, device=query.device) * sk,
-            mask_tensors={} if mask is None else {name: tensor.to(_CPU) for name, tensor in mask.tensors.items()},
+            mask_tensors=_on(_CPU, mask),
             stream=stream,
         )
         key, value = key.expand(b, *key.shape[1:]), value.expand(b, *value.shape[1:])
-        score_tensors = {} if score is None else {name: tensor.to(query.device) for name, tensor in score.tensors.items()}
-        plan.run(_rows(query), KvLayer(_rows(key), _rows(value)), out, lse=lse, score_tensors=score_tensors, stream=stream)
+        layer = KvLayer(_rows(key), _rows(value))
+        plan.run(_rows(query), layer, out, lse=lse, score_tensors=_on(query.device, score), stream=stream)
     out = out.view(b, sq, h, dv).transpose(1, 2)
     lse = None if lse is None else lse.view(b, sq, h).transpose(1, 2)
     if return_aux is not None:
