@@ -1,6 +1,7 @@
 // See packed_mask.h.
 #include "attention/packed_mask.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 
@@ -12,6 +13,7 @@ namespace {
 
 int64_t pairs_of(const Batch& batch, int r) { return int64_t(batch.query_len(r)) * batch.seq_lens[size_t(r)]; }
 int64_t packed_bytes(const Batch& batch, int r) { return (pairs_of(batch, r) + 7) / 8; }
+int64_t bytes_in_use(const Batch& batch, int r) { return batch.packed_mask.empty() ? pairs_of(batch, r) : packed_bytes(batch, r); }
 
 }  // namespace
 
@@ -21,7 +23,23 @@ void find_mask_starts(const Batch& batch, std::vector<long>& starts) {
   long next = 0;
   for (int r = 0; r < batch.num_reqs(); ++r) {
     starts[size_t(r)] = batch.mask_indptr.empty() ? next : 8 * long(batch.mask_indptr[size_t(r)]);
-    next += packed ? 8 * packed_bytes(batch, r) : pairs_of(batch, r);
+    next += bytes_in_use(batch, r) * (packed ? 8 : 1);
+  }
+}
+
+int64_t mask_bytes_in_use(const Batch& batch) {
+  int64_t bytes = 0;
+  for (int r = 0; r < batch.num_reqs(); ++r) bytes += bytes_in_use(batch, r);
+  return bytes;
+}
+
+void gather_mask(const Batch& batch, uint8_t* to) {
+  const auto* from = (batch.packed_mask.empty() ? batch.custom_mask : batch.packed_mask).as<const uint8_t>();
+  int64_t next = 0;
+  for (int r = 0; r < batch.num_reqs(); ++r) {
+    const int64_t begin = batch.mask_indptr.empty() ? next : batch.mask_indptr[size_t(r)];
+    to = std::copy_n(from + begin, bytes_in_use(batch, r), to);
+    next += bytes_in_use(batch, r);
   }
 }
 

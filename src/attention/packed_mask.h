@@ -10,6 +10,11 @@ namespace imbrex {
 // Which number in the mask the first query and key of each request have: its byte of custom_mask, or its bit of packed_mask.
 void find_mask_starts(const Batch&, std::vector<long>& starts);
 
+// What the rows of a custom or packed mask take one behind the other, without what mask_indptr leaves between requests; and a copy of them,
+// from host memory.
+int64_t mask_bytes_in_use(const Batch&);
+void gather_mask(const Batch&, uint8_t* to);
+
 // Whether the mask, in host memory, shows the key to the query that have such a number.
 inline bool mask_shows(const Batch& batch, long number) {
   if (batch.packed_mask.empty()) return batch.custom_mask.as<const uint8_t>()[number] != 0;

@@ -60,8 +60,10 @@ Plan::BatchArrays Plan::place(const Batch& batch, bool captured) const {
     placed.block_ids = on_host(ids) ? memory_->device(arrays_.block_ids) : ids.as<const int>();
   }
   if (const TensorView& mask = custom_mask_of(batch); !mask.empty()) {
-    check(!on_host(mask) || mask.size(0) <= int64_t(arrays_.custom_mask.capacity), "update.custom_mask",
-          "expected a host custom mask of {} bytes at most, got {}: put it into device memory", arrays_.custom_mask.capacity, mask);
+    const int64_t bytes = on_host(mask) ? mask_bytes_in_use(batch) : 0;
+    check(bytes <= int64_t(arrays_.custom_mask.capacity), "update.custom_mask",
+          "expected a host custom mask with {} bytes in use at most, got {} of {}: put it into device memory", arrays_.custom_mask.capacity,
+          bytes, mask);
     placed.custom_mask = on_host(mask) ? memory_->device(arrays_.custom_mask) : mask.as<const unsigned char>();
     placed.mask_is_packed = !batch.packed_mask.empty();
   }
@@ -202,7 +204,9 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
   std::copy_n(batch.seq_lens.data(), reqs, m.put(arrays_.seq_lens, reqs));
   put_key_starts(batch, step);
   if (spec_.mask.custom) {
-    find_mask_starts(batch, mask_starts_);
+    Batch rows = batch;
+    if (on_host(custom_mask_of(batch))) rows.mask_indptr = {};  // gather_mask() leaves nothing between requests
+    find_mask_starts(rows, mask_starts_);
     std::ranges::copy(mask_starts_, m.put(arrays_.custom_start, reqs));
   }
   if (step.flat.kv_heads > 0) {
@@ -237,7 +241,7 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
     std::copy_n(batch.slot_mapping.as<const long>(), step.num_tokens, m.put(arrays_.slots, size_t(step.num_tokens)));
   put_block_ids(batch, step);
   if (const TensorView& mask = custom_mask_of(batch); !mask.empty() && on_host(mask))
-    std::copy_n(mask.as<const unsigned char>(), size_t(mask.size(0)), m.put(arrays_.custom_mask, size_t(mask.size(0))));
+    gather_mask(batch, m.put(arrays_.custom_mask, size_t(mask_bytes_in_use(batch))));
   if (mask_tensors > 0)
     pack_mask_tensors(spec_, batch.mask_tensors, m.put(arrays_.mask_elements, size_t(mask_tensor_bytes(spec_, batch.mask_tensors))));
 }

@@ -251,6 +251,34 @@ TEST_F(PlanRefusals, CapturedMasks) {
   EXPECT_EQ(error_code([&] { plan->update(of_bits, stream.get()); }), "batch.packed_mask.size");
 }
 
+// What mask_indptr leaves between requests takes no room: a mask may be longer than a plan's limits ask for.
+TEST_F(PlanRefusals, AMaskOnTheHostMayHaveGaps) {
+  Step step;
+  step.spec.mask.custom = true;
+  const auto plan = plan_for(step.spec, {.limits = {.max_num_reqs = 3, .max_num_tokens = 21, .max_seq_len = 100}, .threads = {}});
+  std::vector<uint8_t> bits(50 + 13), apart(9000, 0xff);
+  for (size_t i = 0; i < bits.size(); ++i) bits[i] = uint8_t(1 + 37 * i);
+  const std::vector<int32_t> indptr{2500, 4000, 4000, 8013};
+  std::copy_n(bits.begin(), 50, apart.begin() + indptr[0]);
+  std::copy_n(bits.begin() + 50, 13, apart.begin() + indptr[2]);
+  std::vector<float> values(step.memory.bytes() / sizeof(float));
+  for (size_t i = 0; i < values.size(); ++i) values[i] = float(i * 2654435761u % 1000) / 500 - 1;
+  const auto outputs_of = [&](std::vector<uint8_t>& mask, std::span<const int32_t> starts) {
+    copy_to_device(step.memory.address(), values.data(), step.memory.bytes(), nullptr);
+    Batch batch = step.batch;
+    batch.packed_mask = row_of(mask.data(), DType::u8, int64_t(mask.size())), batch.mask_indptr = starts;
+    plan->update(batch);
+    plan->run(step.in, step.o);
+    std::vector<float> out(21 * 4 * 8);
+    copy_to_host(out.data(), step.memory.address() + (3 << 16), out.size() * sizeof(float), nullptr);
+    return out;
+  };
+  const std::vector<float> expected = outputs_of(bits, {});
+  EXPECT_EQ(outputs_of(apart, indptr), expected);
+  bits[49] ^= 1;  // of a key that causality shows
+  EXPECT_NE(outputs_of(bits, {}), expected);
+}
+
 // Device arrays are read where they were when the graph was captured.
 TEST_F(PlanRefusals, Captures) {
   const DriverApi& cu = need_driver();
