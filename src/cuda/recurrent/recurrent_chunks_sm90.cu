@@ -346,7 +346,7 @@ DEVICE void compute_chunks(const RecurrentParams& p) {
     for (int begin = unit.begin; begin < unit.end; begin += kChunk, place.next(p)) {
       const Stage stage = stage_at(place.at);
       mbarrier_wait(stage.full(), place.parity);
-      if (has_half(unit, begin)) {
+      if (any_lane(has_half(unit, begin))) {  // the compiler sees that all lanes agree
         compute_chunk<kBlocks / 2>(p, unit, begin, place.at, value, skip, s);
       } else {
         compute_chunk<kBlocks>(p, unit, begin, place.at, value, skip, s);
