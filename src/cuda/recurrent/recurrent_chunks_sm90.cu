@@ -40,17 +40,15 @@ DEVICE float (&half_of(Columns<blocks>& x, int half))[kHalf / 2] {
 }
 
 // A matrix so many bytes behind another one: one addition, where the other's descriptor is there.
-DEVICE u64 behind(u64 descriptor, int bytes) {
-  return (descriptor & ~u64(0xffffffff)) | u64(u32(descriptor) + u32(bytes) / 16);
-}
+DEVICE u64 behind(u64 descriptor, int bytes) { return (descriptor & ~u64(0xffffffff)) | u64(u32(descriptor) + u32(bytes) / 16); }
 // Part of a triangle's column, from a block on.
 DEVICE u64 column_at(u32 triangle, int block) { return behind(wgmma_descriptor(triangle, 16, 256, 3), block * kBlockBytes); }
 template <int blocks>
 DEVICE void multiply_rows(const u32 (&a)[kDimK / 16][4], u32 rows, Columns<blocks>& x) {
 #pragma unroll
   for (int c = 0; c < kDimK / 16; ++c)
-    Wgmma<16 * blocks, kType>::template registers<false>(all_of(x), a[c],
-                                                    behind(wgmma_descriptor(rows, 16, 1024, 1), c / 4 * kColumnBytes + c % 4 * 32), c != 0);
+    Wgmma<16 * blocks, kType>::template registers<false>(
+        all_of(x), a[c], behind(wgmma_descriptor(rows, 16, 1024, 1), c / 4 * kColumnBytes + c % 4 * 32), c != 0);
   wgmma_commit();
 }
 
