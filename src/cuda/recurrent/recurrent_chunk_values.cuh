@@ -146,8 +146,25 @@ DEVICE void end_sums(const RecurrentParams& p, const Unit& unit, int value, cons
 // Two numbers of neighbouring tokens that a lane has in tile i of Columns.
 DEVICE float2 of_tokens(const float* numbers, int i) { return *reinterpret_cast<const float2*>(numbers + 8 * i + lane_id() % 4 * 2); }
 
+// The same, loaded in front of a wait for products.
 template <int blocks>
-DEVICE void scale_columns(Columns<blocks>& x, const float* numbers) {
+struct TokenNumbers {
+  float2 of[2 * blocks];
+};
+template <int blocks>
+DEVICE TokenNumbers<blocks> load_numbers(const float* numbers) {
+  TokenNumbers<blocks> x;
+#pragma unroll
+  for (int i = 0; i < 2 * blocks; ++i) x.of[i] = of_tokens(numbers, i);
+  return x;
+}
+template <int blocks>
+DEVICE float2 of_tokens(const TokenNumbers<blocks>& numbers, int i) {
+  return numbers.of[i];
+}
+
+template <int blocks, class Numbers>
+DEVICE void scale_columns(Columns<blocks>& x, const Numbers& numbers) {
 #pragma unroll
   for (int i = 0; i < 2 * blocks; ++i) {
     const float2 factor = of_tokens(numbers, i);
@@ -181,22 +198,22 @@ DEVICE void values_of_tile(const Factor<blocks>& v, int i, float (&values)[4]) {
 }
 
 // X in the place of what the state gives for k: the values, less what the state knows.
-template <int blocks>
-DEVICE void take_values(const Factor<blocks>& v, const ChunkNumbers& n, Columns<blocks>& x) {
+template <int blocks, class Numbers>
+DEVICE void take_values(const Factor<blocks>& v, const Numbers& of_values, const Numbers& of_known, Columns<blocks>& x) {
 #pragma unroll
   for (int i = 0; i < 2 * blocks; ++i) {
     float values[4];
     values_of_tile(v, i, values);
-    const float2 factor = of_tokens(n.values, i), known = kDelta ? of_tokens(n.known, i) : float2{0.f, 0.f};
+    const float2 factor = of_tokens(of_values, i), known = kDelta ? of_tokens(of_known, i) : float2{0.f, 0.f};
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       x.of[i][j] = values[j] * (j % 2 == 0 ? factor.x : factor.y) - (kDelta ? x.of[i][j] * (j % 2 == 0 ? known.x : known.y) : 0.f);
   }
 }
 // Outputs as far as the state and the values make them, in the place of what the state gives for q.
-template <int blocks>
-DEVICE void begin_outputs(const Stage& stage, int value, const ChunkNumbers& n, float skip, Columns<blocks>& y) {
-  scale_columns(y, n.outputs);
+template <int blocks, class Numbers>
+DEVICE void begin_outputs(const Stage& stage, int value, const Numbers& numbers, float skip, Columns<blocks>& y) {
+  scale_columns(y, numbers);
   if constexpr (kSkip) {
     const Factor<blocks> v = load_values<blocks>(stage, value);
 #pragma unroll

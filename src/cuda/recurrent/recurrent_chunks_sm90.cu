@@ -39,14 +39,16 @@ DEVICE float (&half_of(Columns<blocks>& x, int half))[kHalf / 2] {
   return *reinterpret_cast<float(*)[kHalf / 2]>(x.of[4 * half]);
 }
 
+// A matrix so many bytes behind another one: one addition, where the other's descriptor is there.
+DEVICE u64 behind(u64 descriptor, int bytes) { return (descriptor & ~u64(0xffffffff)) | u64(u32(descriptor) + u32(bytes) / 16); }
 // Part of a triangle's column, from a block on.
-DEVICE u64 column_at(u32 triangle, int block) { return wgmma_descriptor(triangle + u32(block * kBlockBytes), 16, 256, 3); }
+DEVICE u64 column_at(u32 triangle, int block) { return behind(wgmma_descriptor(triangle, 16, 256, 3), block * kBlockBytes); }
 template <int blocks>
 DEVICE void multiply_rows(const u32 (&a)[kDimK / 16][4], u32 rows, Columns<blocks>& x) {
 #pragma unroll
   for (int c = 0; c < kDimK / 16; ++c)
     Wgmma<16 * blocks, kType>::template registers<false>(
-        all_of(x), a[c], wgmma_descriptor(rows + u32(c / 4 * kColumnBytes + c % 4 * 32), 16, 1024, 1), c != 0);
+        all_of(x), a[c], behind(wgmma_descriptor(rows, 16, 1024, 1), c / 4 * kColumnBytes + c % 4 * 32), c != 0);
   wgmma_commit();
 }
 
@@ -85,7 +87,7 @@ DEVICE void begin_written(const Factor<blocks>& u, const Stage& stage, Sums& s) 
 #pragma unroll
   for (int block = 0; block < blocks; ++block)
     Wgmma<kDimK, kType>::template registers<true>(all_of(s), u.of[block],
-                                                  wgmma_descriptor(stage.written() + u32(block * 2048), kColumnBytes, 1024, 1), true);
+                                                  behind(wgmma_descriptor(stage.written(), kColumnBytes, 1024, 1), block * 2048), true);
   wgmma_commit();
 }
 template <int pending, class Result>
@@ -291,31 +293,34 @@ DEVICE void compute_chunk(const RecurrentParams& p, const Unit& unit, int begin,
   Columns<blocks> u, y;  // u: what the state gives for k, then X, then U
   begin_with_state(s, at, stage, u, y);
   const Factor<blocks> v = unit.is_transition() ? Factor<blocks>{} : load_values<blocks>(stage, value);
+  const auto of_values = load_numbers<blocks>(n.values), of_known = load_numbers<blocks>(n.known);
   if constexpr (kEnds) {
     if constexpr (kDelta) wait_for<0>(u);
-    take_values(v, n, u);
+    take_values(v, of_values, of_known, u);
     if constexpr (kDelta) {
       const Factor<blocks> x = factor_of(u);
       begin_t(x, stage, u);
-      wait_for<0>(u);
     }
   } else if constexpr (kDelta) {
     wait_for<1>(u);
-    take_values(v, n, u);
+    take_values(v, of_values, of_known, u);
     const Factor<blocks> x = factor_of(u);
     begin_t(x, stage, u);
+    const auto of_outputs = load_numbers<blocks>(n.outputs);
     wait_for<1>(y);
-    begin_outputs(stage, value, n, skip, y);
-    wait_for<0>(u);
+    begin_outputs(stage, value, of_outputs, skip, y);
   } else {
-    take_values(v, n, u);
+    take_values(v, of_values, of_known, u);
+    const auto of_outputs = load_numbers<blocks>(n.outputs);
     wait_for<0>(y);
-    begin_outputs(stage, value, n, skip, y);
+    begin_outputs(stage, value, of_outputs, skip, y);
   }
+  const auto of_written = load_numbers<blocks>(n.written);
+  if constexpr (kDelta) wait_for<0>(u);
   if constexpr (kHasFront) release(stage.front_empty());
   const Factor<blocks> written = factor_of(u);
   if constexpr (!kEnds) begin_p(written, stage, y);
-  scale_columns(u, n.written);
+  scale_columns(u, of_written);
   begin_written(factor_of(u), stage, s);
   if constexpr (!kEnds) {
     wait_for<1>(y);
@@ -339,7 +344,7 @@ DEVICE void compute_chunks(const RecurrentParams& p) {
     for (int begin = unit.begin; begin < unit.end; begin += kChunk, place.next(p)) {
       const Stage stage = stage_at(place.at);
       mbarrier_wait(stage.full(), place.parity);
-      if (has_half(unit, begin)) {
+      if (any_lane(has_half(unit, begin))) {  // the compiler sees that all lanes agree
         compute_chunk<kBlocks / 2>(p, unit, begin, place.at, value, skip, s);
       } else {
         compute_chunk<kBlocks>(p, unit, begin, place.at, value, skip, s);
