@@ -101,7 +101,7 @@ DEVICE void begin_transition(int first_row, Sums& s) {
 // The state in front of a unit's chunks in the round. That of a request with segments moves to the place of its last segment before anybody
 // can write the one behind it.
 DEVICE void begin_sums(const RecurrentParams& p, const Unit& unit, int value, Sums& s) {
-  const int segments = segments_in(p, unit.item), row = unit.first_value + value;
+  const int segments = p.most_segments > 1 ? segments_in(p, unit.item) : 1, row = unit.first_value + value;
   s = {};
   if (unit.is_transition()) {
     begin_transition(row - kDimV, s);

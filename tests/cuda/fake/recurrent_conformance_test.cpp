@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <random>
+#include <utility>
 
 #include "conformance/recurrent/device_mirror.h"
 #include "conformance/recurrent/judge.h"
@@ -320,6 +321,29 @@ TEST_F(RecurrentOnFakeDriver, BlocksOfAClusterWaitForEachOther) {
     }
   }
   EXPECT_GE(variants, 1);
+}
+
+// Where blocks are few, each has several heads and requests one after the other, with the bits of a block for each; of requests without
+// chunks it has none, and there are states in front of some.
+TEST_F(RecurrentOnFakeDriver, BlocksOfChunksTakeUnitsInTurn) {
+  int variants = 0;
+  for (const RecurrentVariant& variant : recurrent_variants()) {
+    if (!variant.chunks() || variant.layer.has_output_stage()) continue;
+    ++variants;
+    use(variant);
+    RecurrentCase c{.name = variant.name, .spec = variant.layer, .requests = {{70}, {1, 3}, {20, 9}, {130, 5}, {64}}};
+    for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
+    const RecurrentCaseInputs in = make_inputs(c);
+    const RecurrentRunResult expected = run(in);
+    const int workers = std::exchange(device.num_workers, 1);
+    fake::state().launches.clear();
+    EXPECT_TRUE(same_bits(run(in), expected)) << c.name;
+    const auto launch = std::ranges::find(fake::state().launches, "recurrent_chunks", &fake::Launch::entry);
+    ASSERT_NE(launch, fake::state().launches.end());
+    EXPECT_LE(launch->shape.grid_x, 2U);
+    device.num_workers = workers;
+  }
+  EXPECT_GE(variants, 5);
 }
 
 TEST_F(RecurrentOnFakeDriver, LongRequestsComeInSegments) {
