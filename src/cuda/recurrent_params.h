@@ -176,15 +176,13 @@ constexpr int recurrent_weights_bytes(int dim_k, bool delta, bool channels) {
   return (delta ? 2 : 1) * 10 * 512 + 4 * kRecurrentChunk * 4 + 16 + (channels ? 3 * kRecurrentChunk * dim_k * 2 + dim_k * 4 : 0);
 }
 // What a chunk takes of shared memory: keys, queries and values of 16 bits, the above, and for sm_90a blocks of zeros between triangles,
-// mbarriers, and the block's next unit; there matrices begin at multiples of 1024 bytes, and with kEnds there are neither queries nor P.
-constexpr int kRecurrentStageBarriers = 48, kRecurrentStageUnit = 64;
+// and mbarriers; there matrices begin at multiples of 1024 bytes, and with kEnds there are neither queries nor P.
 constexpr int recurrent_stage_bytes(int dim_k, bool delta, bool channels, bool sm90, bool ends) {
   const bool asked = !(sm90 && ends);
-  const int zeros = sm90 ? ((delta ? 2 : 0) + (asked ? 6 : 0)) * 512 + kRecurrentStageBarriers + kRecurrentStageUnit : 0;
-  const int alignment = sm90 ? 1024 : 128;
+  const int zeros = sm90 ? ((delta ? 2 : 0) + (asked ? 6 : 0)) * 512 + 32 : 0, unit = sm90 ? 1024 : 128;
   const int rows = kRecurrentChunk * ((channels ? 0 : 2 * dim_k) + kRecurrentTileValues) * 2;
   const int all = rows + recurrent_weights_bytes(dim_k, delta, channels) + zeros - (asked ? 0 : kRecurrentChunk * dim_k * 2 + 10 * 512);
-  return (all + alignment - 1) / alignment * alignment;
+  return (all + unit - 1) / unit * unit;
 }
 // recurrent_chunks_sm90.cu: chunks in shared memory, where so many thread blocks share a multiprocessor.
 constexpr int recurrent_chunk_sm90_stages(int stage_bytes, int blocks) {

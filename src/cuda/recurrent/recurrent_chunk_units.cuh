@@ -19,9 +19,9 @@ struct Stage {
                        written_at = q_at + (kHasQueries ? keys : 0), v_at = written_at + (kChannelGate ? keys : 0), t_at = v_at + values,
                        p_at = t_at + (kDelta ? TOrder::padded_bytes : 0), numbers_at = p_at + (kHasQueries ? POrder::padded_bytes : 0),
                        decays_at = numbers_at + int(sizeof(ChunkNumbers)), barriers_at = decays_at + (kChannelGate ? kDimK * 4 : 0),
-                       unit_at = barriers_at + kRecurrentStageBarriers,
-                       bytes = recurrent_stage_bytes(kDimK, kDelta, kChannelGate, kPadded, kEnds);
-  static_assert(unit_at % 16 == 0 && (kPadded ? unit_at + kRecurrentStageUnit : barriers_at) <= bytes);
+                       unit_at = barriers_at + 48, bytes = recurrent_stage_bytes(kDimK, kDelta, kChannelGate, kPadded, kEnds);
+  // What bytes are rounded up by has room for two mbarriers more, and a unit.
+  static_assert(unit_at % 16 == 0 && (kPadded ? unit_at + 64 : barriers_at) <= bytes);
   u32 at;
   DEVICE u32 k() const { return at; }
   DEVICE u32 q() const { return at + q_at; }

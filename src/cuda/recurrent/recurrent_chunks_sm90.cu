@@ -284,7 +284,7 @@ DEVICE void store_chunks(const RecurrentParams& p, const TensorMap& out) {
 
 // The block's units behind its first one, which a warp of its own finds while others are computed: that takes as long as half a chunk, or
 // more. Meanwhile the states that they begin with come to L2.
-static_assert(sizeof(Unit) <= kRecurrentStageUnit);
+static_assert(sizeof(Unit) == 64);
 DEVICE Unit& found_unit() { return *reinterpret_cast<Unit*>(block_memory() + Stage::unit_at); }
 
 DEVICE void prefetch_state(const RecurrentParams& p, const Unit& unit) {
