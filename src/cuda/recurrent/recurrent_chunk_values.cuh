@@ -119,6 +119,19 @@ DEVICE void begin_sums(const RecurrentParams& p, const Unit& unit, int value, Su
   if (kEnds && unit.segment == 0)
     each_pair_of_rows(s, segment_row(p, unit, segments - 1, row), [](const float* x, float2* at) { *at = {x[0], x[1]}; });
 }
+// What a unit begins with comes to L2, by a warp, if it is the state of a slot.
+DEVICE void prefetch_state(const RecurrentParams& p, const Unit& unit) {
+  if (!unit.is_there() || unit.is_transition() || unit.begin > unit.item.begin || unit.item.first_row < 0) return;
+  const char* const state = unit.item.source + unit.item.first_row * p.state_row_stride + unit.head * p.state_head_stride;
+  if constexpr (kKeysFirst) {
+#pragma unroll 1
+    for (int k = lane_id(); k < kDimK; k += 32)
+      bulk_prefetch(state + (k * kDimV + unit.first_value) * kStateSize, kTileValues * kStateSize);
+  } else {
+    if (lane_id() == 0) bulk_prefetch(state + unit.first_value * kDimK * kStateSize, kTileValues * kDimK * kStateSize);
+  }
+  __syncwarp();
+}
 DEVICE void end_sums(const RecurrentParams& p, const Unit& unit, int value, const Sums& s) {
   if constexpr (kEnds) {
     const int row = unit.first_value + value;

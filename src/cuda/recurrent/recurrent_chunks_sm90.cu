@@ -286,19 +286,6 @@ DEVICE void store_chunks(const RecurrentParams& p, const TensorMap& out) {
 // more. Meanwhile the states that they begin with come to L2.
 static_assert(sizeof(Unit) == 64);
 DEVICE Unit& found_unit() { return *reinterpret_cast<Unit*>(block_memory() + Stage::unit_at); }
-
-DEVICE void prefetch_state(const RecurrentParams& p, const Unit& unit) {
-  if (!unit.is_there() || unit.is_transition() || unit.begin > unit.item.begin || unit.item.first_row < 0) return;
-  const char* const state = unit.item.source + unit.item.first_row * p.state_row_stride + unit.head * p.state_head_stride;
-  if constexpr (kKeysFirst) {
-#pragma unroll 1
-    for (int k = lane_id(); k < kDimK; k += 32)
-      bulk_prefetch(state + (k * kDimV + unit.first_value) * kStateSize, kTileValues * kStateSize);
-  } else {
-    if (lane_id() == 0) bulk_prefetch(state + unit.first_value * kDimK * kStateSize, kTileValues * kDimK * kStateSize);
-  }
-  __syncwarp();
-}
 // Behind the last one comes one that is not there.
 DEVICE void find_units(const RecurrentParams& p) {
   const Stage first = stage_at(0);
