@@ -101,7 +101,7 @@ DEVICE void begin_transition(int first_row, Sums& s) {
 // The state in front of a unit's chunks in the round. That of a request with segments moves to the place of its last segment before anybody
 // can write the one behind it.
 DEVICE void begin_sums(const RecurrentParams& p, const Unit& unit, int value, Sums& s) {
-  const int segments = segments_in(p, unit.item), row = unit.first_value + value;
+  const int segments = p.most_segments > 1 ? segments_in(p, unit.item) : 1, row = unit.first_value + value;
   s = {};
   if (unit.is_transition()) {
     begin_transition(row - kDimV, s);
@@ -118,6 +118,19 @@ DEVICE void begin_sums(const RecurrentParams& p, const Unit& unit, int value, Su
   }
   if (kEnds && unit.segment == 0)
     each_pair_of_rows(s, segment_row(p, unit, segments - 1, row), [](const float* x, float2* at) { *at = {x[0], x[1]}; });
+}
+// What a unit begins with comes to L2, by a warp, if it is the state of a slot.
+DEVICE void prefetch_state(const RecurrentParams& p, const Unit& unit) {
+  if (!unit.is_there() || unit.is_transition() || unit.begin > unit.item.begin || unit.item.first_row < 0) return;
+  const char* const state = unit.item.source + unit.item.first_row * p.state_row_stride + unit.head * p.state_head_stride;
+  if constexpr (kKeysFirst) {
+#pragma unroll 1
+    for (int k = lane_id(); k < kDimK; k += 32)
+      bulk_prefetch(state + (k * kDimV + unit.first_value) * kStateSize, kTileValues * kStateSize);
+  } else {
+    if (lane_id() == 0) bulk_prefetch(state + unit.first_value * kDimK * kStateSize, kTileValues * kDimK * kStateSize);
+  }
+  __syncwarp();
 }
 DEVICE void end_sums(const RecurrentParams& p, const Unit& unit, int value, const Sums& s) {
   if constexpr (kEnds) {
