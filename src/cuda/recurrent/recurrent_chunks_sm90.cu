@@ -2,8 +2,9 @@
 // there keys and queries come with their decays from recurrent_channel_weights.cu. Launched by cuda/recurrent/recurrent_plan.cpp.
 //
 // Four warps compute 64 values together. First factors are in their registers, second ones in shared memory as they are; while products are
-// made, the warps do other things. A fifth warp has chunks loaded by TMA and bulk copies, a sixth has outputs stored, and a seventh finds
-// what is next. Thread blocks of a cluster have values of one head, or heads of one key head, and take the same chunks at a time.
+// made, the warps do other things. A fifth warp has chunks loaded by TMA and bulk copies, a sixth has outputs stored, and where a block has the
+// multiprocessor to itself, a seventh finds what is next. Thread blocks of a cluster have values of one head, or heads of one key head, and take
+// the same chunks at a time.
 #include "recurrent_chunk_values.cuh"
 
 namespace imbrex::cuda {
@@ -15,7 +16,7 @@ namespace imbrex::cuda {
 
 constexpr int kComputing = 128, kThreads = kRecurrentChunkSm90Threads;
 // Of a thread. Where a block has the multiprocessor to itself, all have enough.
-constexpr int kOwnRegisters = 65536 / (kThreads * kBlocksTogether), kComputeRegisters = 224, kLoadRegisters = 32;
+constexpr int kOwnRegisters = 65536 / (kThreads * kBlocksTogether), kComputeRegisters = 232, kLoadRegisters = 24;
 constexpr bool kMoved = kOwnRegisters < kComputeRegisters;
 // Where a block has the multiprocessor to itself; RecurrentParams::chunk_stages says how many chunks there are.
 extern "C" __device__ const unsigned smem_bytes = recurrent_chunk_sm90_stages(Stage::bytes, 1) * Stage::bytes;
@@ -285,7 +286,8 @@ DEVICE void store_chunks(const RecurrentParams& p, const TensorMap& out) {
 }
 
 // The block's units behind its first one, which a warp of its own finds while others are computed: that takes as long as half a chunk, or
-// more. Meanwhile the states that they begin with come to L2.
+// more. Meanwhile the states that they begin with come to L2. Where two blocks share a multiprocessor, one computes while the other one finds.
+constexpr bool kFindsAhead = kBlocksTogether == 1;
 static_assert(sizeof(Unit) == 64);
 DEVICE Unit& found_unit() { return *reinterpret_cast<Unit*>(block_memory() + Stage::unit_at); }
 // Behind the last one comes one that is not there.
@@ -304,14 +306,14 @@ DEVICE void find_units(const RecurrentParams& p) {
     __syncwarp();
   }
 }
-DEVICE Unit next_unit(u32& parity) {
+DEVICE void take_next(const RecurrentParams& p, Unit& unit, u32& parity) {
+  if constexpr (!kFindsAhead) return unit.next(p);
   const Stage first = stage_at(0);
   mbarrier_wait(first.found(), parity);
-  const Unit unit = found_unit();
+  unit = found_unit();
   __syncwarp();
   if (lane_id() == 0) mbarrier_arrive(first.taken());
   parity ^= 1;
-  return unit;
 }
 
 // A chunk of a unit, or its first half, which is at a place of shared memory.
@@ -367,7 +369,7 @@ DEVICE void compute_chunks(const RecurrentParams& p) {
   const int value = warp_id() * kWarpValues;
   Place place;
   u32 found = 0;
-  for (Unit unit(p); unit.is_there(); unit = next_unit(found)) {
+  for (Unit unit(p); unit.is_there(); take_next(p, unit, found)) {
     Sums s;
     begin_sums(p, unit, value, s);
     const float skip = kSkip ? p.skip[unit.head] : 0.f;
@@ -422,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
       mbarrier_init(stage.rest_empty(), (kComputing / 32 + (kEnds ? 0 : 1)) * kCluster);
       mbarrier_init(stage.placed(), kComputing / 32);
     }
-    mbarrier_init(stage_at(0).found(), 1), mbarrier_init(stage_at(0).taken(), kComputing / 32);
+    if constexpr (kFindsAhead) mbarrier_init(stage_at(0).found(), 1), mbarrier_init(stage_at(0).taken(), kComputing / 32);
     mbarrier_fence_init();
   }
   clear_zeros(p.chunk_stages);
@@ -438,7 +440,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
     if constexpr (kMoved) registers_shrink<kLoadRegisters>();
     if (warp_id() == kComputing / 32) load_chunks(p, {q_map, k_map, v_map});
     if (!kEnds && warp_id() == kComputing / 32 + 1) store_chunks(p, out_map);
-    if (warp_id() == kComputing / 32 + 2) find_units(p);
+    if (kFindsAhead && warp_id() == kComputing / 32 + 2) find_units(p);
   }
   if constexpr (!kEnds) griddep_launch();
   if constexpr (kCluster > 1) cluster_sync();  // what others load comes to a block that is there
