@@ -19,8 +19,9 @@ struct Stage {
                        written_at = q_at + (kHasQueries ? keys : 0), v_at = written_at + (kChannelGate ? keys : 0), t_at = v_at + values,
                        p_at = t_at + (kDelta ? TOrder::padded_bytes : 0), numbers_at = p_at + (kHasQueries ? POrder::padded_bytes : 0),
                        decays_at = numbers_at + int(sizeof(ChunkNumbers)), barriers_at = decays_at + (kChannelGate ? kDimK * 4 : 0),
-                       bytes = recurrent_stage_bytes(kDimK, kDelta, kChannelGate, kPadded, kEnds);
-  static_assert(barriers_at + (kPadded ? 32 : 0) <= bytes);
+                       unit_at = barriers_at + 48, bytes = recurrent_stage_bytes(kDimK, kDelta, kChannelGate, kPadded, kEnds);
+  // What bytes are rounded up by has room for two mbarriers more, and a unit.
+  static_assert(unit_at % 16 == 0 && (kPadded ? unit_at + 64 : barriers_at) <= bytes);
   u32 at;
   DEVICE u32 k() const { return at; }
   DEVICE u32 q() const { return at + q_at; }
@@ -33,6 +34,9 @@ struct Stage {
   DEVICE u32 front_empty() const { return at + barriers_at + 8; }
   DEVICE u32 rest_empty() const { return at + barriers_at + 16; }
   DEVICE u32 placed() const { return at + barriers_at + 24; }
+  // Of the first place: whether a block's next unit is there, and whether it has been read.
+  DEVICE u32 found() const { return at + barriers_at + 32; }
+  DEVICE u32 taken() const { return at + barriers_at + 40; }
 };
 extern __shared__ __align__(1024) char memory[];
 DEVICE char* block_memory() { return memory; }

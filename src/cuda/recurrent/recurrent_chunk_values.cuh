@@ -101,7 +101,7 @@ DEVICE void begin_transition(int first_row, Sums& s) {
 // The state in front of a unit's chunks in the round. That of a request with segments moves to the place of its last segment before anybody
 // can write the one behind it.
 DEVICE void begin_sums(const RecurrentParams& p, const Unit& unit, int value, Sums& s) {
-  const int segments = segments_in(p, unit.item), row = unit.first_value + value;
+  const int segments = p.most_segments > 1 ? segments_in(p, unit.item) : 1, row = unit.first_value + value;
   s = {};
   if (unit.is_transition()) {
     begin_transition(row - kDimV, s);
@@ -118,6 +118,19 @@ DEVICE void begin_sums(const RecurrentParams& p, const Unit& unit, int value, Su
   }
   if (kEnds && unit.segment == 0)
     each_pair_of_rows(s, segment_row(p, unit, segments - 1, row), [](const float* x, float2* at) { *at = {x[0], x[1]}; });
+}
+// What a unit begins with comes to L2, by a warp, if it is the state of a slot.
+DEVICE void prefetch_state(const RecurrentParams& p, const Unit& unit) {
+  if (!unit.is_there() || unit.is_transition() || unit.begin > unit.item.begin || unit.item.first_row < 0) return;
+  const char* const state = unit.item.source + unit.item.first_row * p.state_row_stride + unit.head * p.state_head_stride;
+  if constexpr (kKeysFirst) {
+#pragma unroll 1
+    for (int k = lane_id(); k < kDimK; k += 32)
+      bulk_prefetch(state + (k * kDimV + unit.first_value) * kStateSize, kTileValues * kStateSize);
+  } else {
+    if (lane_id() == 0) bulk_prefetch(state + unit.first_value * kDimK * kStateSize, kTileValues * kDimK * kStateSize);
+  }
+  __syncwarp();
 }
 DEVICE void end_sums(const RecurrentParams& p, const Unit& unit, int value, const Sums& s) {
   if constexpr (kEnds) {
@@ -146,8 +159,25 @@ DEVICE void end_sums(const RecurrentParams& p, const Unit& unit, int value, cons
 // Two numbers of neighbouring tokens that a lane has in tile i of Columns.
 DEVICE float2 of_tokens(const float* numbers, int i) { return *reinterpret_cast<const float2*>(numbers + 8 * i + lane_id() % 4 * 2); }
 
+// The same, loaded in front of a wait for products.
 template <int blocks>
-DEVICE void scale_columns(Columns<blocks>& x, const float* numbers) {
+struct TokenNumbers {
+  float2 of[2 * blocks];
+};
+template <int blocks>
+DEVICE TokenNumbers<blocks> load_numbers(const float* numbers) {
+  TokenNumbers<blocks> x;
+#pragma unroll
+  for (int i = 0; i < 2 * blocks; ++i) x.of[i] = of_tokens(numbers, i);
+  return x;
+}
+template <int blocks>
+DEVICE float2 of_tokens(const TokenNumbers<blocks>& numbers, int i) {
+  return numbers.of[i];
+}
+
+template <int blocks, class Numbers>
+DEVICE void scale_columns(Columns<blocks>& x, const Numbers& numbers) {
 #pragma unroll
   for (int i = 0; i < 2 * blocks; ++i) {
     const float2 factor = of_tokens(numbers, i);
@@ -181,22 +211,22 @@ DEVICE void values_of_tile(const Factor<blocks>& v, int i, float (&values)[4]) {
 }
 
 // X in the place of what the state gives for k: the values, less what the state knows.
-template <int blocks>
-DEVICE void take_values(const Factor<blocks>& v, const ChunkNumbers& n, Columns<blocks>& x) {
+template <int blocks, class Numbers>
+DEVICE void take_values(const Factor<blocks>& v, const Numbers& of_values, const Numbers& of_known, Columns<blocks>& x) {
 #pragma unroll
   for (int i = 0; i < 2 * blocks; ++i) {
     float values[4];
     values_of_tile(v, i, values);
-    const float2 factor = of_tokens(n.values, i), known = kDelta ? of_tokens(n.known, i) : float2{0.f, 0.f};
+    const float2 factor = of_tokens(of_values, i), known = kDelta ? of_tokens(of_known, i) : float2{0.f, 0.f};
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       x.of[i][j] = values[j] * (j % 2 == 0 ? factor.x : factor.y) - (kDelta ? x.of[i][j] * (j % 2 == 0 ? known.x : known.y) : 0.f);
   }
 }
 // Outputs as far as the state and the values make them, in the place of what the state gives for q.
-template <int blocks>
-DEVICE void begin_outputs(const Stage& stage, int value, const ChunkNumbers& n, float skip, Columns<blocks>& y) {
-  scale_columns(y, n.outputs);
+template <int blocks, class Numbers>
+DEVICE void begin_outputs(const Stage& stage, int value, const Numbers& numbers, float skip, Columns<blocks>& y) {
+  scale_columns(y, numbers);
   if constexpr (kSkip) {
     const Factor<blocks> v = load_values<blocks>(stage, value);
 #pragma unroll

@@ -148,11 +148,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
         copy_asked(p, ahead, number + 1);
       }
       const Factor<> v = unit.is_transition() ? Factor<>{} : load_values(stage, value);
-      take_values(v, n, u);
-      if constexpr (!kEnds) begin_outputs(stage, value, n, skip, y);
+      take_values<kBlocks, const float*>(v, n.values, n.known, u);
+      if constexpr (!kEnds) begin_outputs<kBlocks, const float*>(stage, value, n.outputs, skip, y);
       if constexpr (kDelta) multiply_t(factor_of(u), stage, u);
       if constexpr (!kEnds) multiply_p(factor_of(u), stage, y);
-      scale_columns(u, n.written);
+      scale_columns<kBlocks, const float*>(u, n.written);
       decay_sums(s, number % kStages);
       multiply_written(factor_of(u), stage, s);
       if constexpr (!kEnds) place_outputs(stage, value, y), store_outputs(p, unit, begin, stage, value);

@@ -2,8 +2,9 @@
 // there keys and queries come with their decays from recurrent_channel_weights.cu. Launched by cuda/recurrent/recurrent_plan.cpp.
 //
 // Four warps compute 64 values together. First factors are in their registers, second ones in shared memory as they are; while products are
-// made, the warps do other things. A fifth warp has chunks loaded by TMA and bulk copies, and a sixth has outputs stored. Thread blocks of
-// a cluster have values of one head, or heads of one key head, and take the same chunks at a time.
+// made, the warps do other things. A fifth warp has chunks loaded by TMA and bulk copies, a sixth has outputs stored, and where a block has the
+// multiprocessor to itself, a seventh finds what is next. Thread blocks of a cluster have values of one head, or heads of one key head, and take
+// the same chunks at a time.
 #include "recurrent_chunk_values.cuh"
 
 namespace imbrex::cuda {
@@ -39,14 +40,16 @@ DEVICE float (&half_of(Columns<blocks>& x, int half))[kHalf / 2] {
   return *reinterpret_cast<float(*)[kHalf / 2]>(x.of[4 * half]);
 }
 
+// A matrix so many bytes behind another one: one addition, where the other's descriptor is there.
+DEVICE u64 behind(u64 descriptor, int bytes) { return (descriptor & ~u64(0xffffffff)) | u64(u32(descriptor) + u32(bytes) / 16); }
 // Part of a triangle's column, from a block on.
-DEVICE u64 column_at(u32 triangle, int block) { return wgmma_descriptor(triangle + u32(block * kBlockBytes), 16, 256, 3); }
+DEVICE u64 column_at(u32 triangle, int block) { return behind(wgmma_descriptor(triangle, 16, 256, 3), block * kBlockBytes); }
 template <int blocks>
 DEVICE void multiply_rows(const u32 (&a)[kDimK / 16][4], u32 rows, Columns<blocks>& x) {
 #pragma unroll
   for (int c = 0; c < kDimK / 16; ++c)
     Wgmma<16 * blocks, kType>::template registers<false>(
-        all_of(x), a[c], wgmma_descriptor(rows + u32(c / 4 * kColumnBytes + c % 4 * 32), 16, 1024, 1), c != 0);
+        all_of(x), a[c], behind(wgmma_descriptor(rows, 16, 1024, 1), c / 4 * kColumnBytes + c % 4 * 32), c != 0);
   wgmma_commit();
 }
 
@@ -85,7 +88,7 @@ DEVICE void begin_written(const Factor<blocks>& u, const Stage& stage, Sums& s) 
 #pragma unroll
   for (int block = 0; block < blocks; ++block)
     Wgmma<kDimK, kType>::template registers<true>(all_of(s), u.of[block],
-                                                  wgmma_descriptor(stage.written() + u32(block * 2048), kColumnBytes, 1024, 1), true);
+                                                  behind(wgmma_descriptor(stage.written(), kColumnBytes, 1024, 1), block * 2048), true);
   wgmma_commit();
 }
 template <int pending, class Result>
@@ -282,6 +285,37 @@ DEVICE void store_chunks(const RecurrentParams& p, const TensorMap& out) {
   }
 }
 
+// The block's units behind its first one, which a warp of its own finds while others are computed: that takes as long as half a chunk, or
+// more. Meanwhile the states that they begin with come to L2. Where two blocks share a multiprocessor, one computes while the other one finds.
+constexpr bool kFindsAhead = kBlocksTogether == 1;
+static_assert(sizeof(Unit) == 64);
+DEVICE Unit& found_unit() { return *reinterpret_cast<Unit*>(block_memory() + Stage::unit_at); }
+// Behind the last one comes one that is not there.
+DEVICE void find_units(const RecurrentParams& p) {
+  const Stage first = stage_at(0);
+  u32 parity = 1;
+#pragma unroll 1
+  for (Unit unit(p); unit.is_there(); parity ^= 1) {
+    unit.next(p);
+    prefetch_state(p, unit);
+    mbarrier_wait(first.taken(), parity);
+    if (lane_id() == 0) {
+      found_unit() = unit;
+      mbarrier_arrive(first.found());
+    }
+    __syncwarp();
+  }
+}
+DEVICE void take_next(const RecurrentParams& p, Unit& unit, u32& parity) {
+  if constexpr (!kFindsAhead) return unit.next(p);
+  const Stage first = stage_at(0);
+  mbarrier_wait(first.found(), parity);
+  unit = found_unit();
+  __syncwarp();
+  if (lane_id() == 0) mbarrier_arrive(first.taken());
+  parity ^= 1;
+}
+
 // A chunk of a unit, or its first half, which is at a place of shared memory.
 template <int blocks>
 DEVICE void compute_chunk(const RecurrentParams& p, const Unit& unit, int begin, int at, int value, float skip, Sums& s) {
@@ -291,31 +325,34 @@ DEVICE void compute_chunk(const RecurrentParams& p, const Unit& unit, int begin,
   Columns<blocks> u, y;  // u: what the state gives for k, then X, then U
   begin_with_state(s, at, stage, u, y);
   const Factor<blocks> v = unit.is_transition() ? Factor<blocks>{} : load_values<blocks>(stage, value);
+  const auto of_values = load_numbers<blocks>(n.values), of_known = load_numbers<blocks>(n.known);
   if constexpr (kEnds) {
     if constexpr (kDelta) wait_for<0>(u);
-    take_values(v, n, u);
+    take_values(v, of_values, of_known, u);
     if constexpr (kDelta) {
       const Factor<blocks> x = factor_of(u);
       begin_t(x, stage, u);
-      wait_for<0>(u);
     }
   } else if constexpr (kDelta) {
     wait_for<1>(u);
-    take_values(v, n, u);
+    take_values(v, of_values, of_known, u);
     const Factor<blocks> x = factor_of(u);
     begin_t(x, stage, u);
+    const auto of_outputs = load_numbers<blocks>(n.outputs);
     wait_for<1>(y);
-    begin_outputs(stage, value, n, skip, y);
-    wait_for<0>(u);
+    begin_outputs(stage, value, of_outputs, skip, y);
   } else {
-    take_values(v, n, u);
+    take_values(v, of_values, of_known, u);
+    const auto of_outputs = load_numbers<blocks>(n.outputs);
     wait_for<0>(y);
-    begin_outputs(stage, value, n, skip, y);
+    begin_outputs(stage, value, of_outputs, skip, y);
   }
+  const auto of_written = load_numbers<blocks>(n.written);
+  if constexpr (kDelta) wait_for<0>(u);
   if constexpr (kHasFront) release(stage.front_empty());
   const Factor<blocks> written = factor_of(u);
   if constexpr (!kEnds) begin_p(written, stage, y);
-  scale_columns(u, n.written);
+  scale_columns(u, of_written);
   begin_written(factor_of(u), stage, s);
   if constexpr (!kEnds) {
     wait_for<1>(y);
@@ -331,7 +368,8 @@ DEVICE void compute_chunk(const RecurrentParams& p, const Unit& unit, int begin,
 DEVICE void compute_chunks(const RecurrentParams& p) {
   const int value = warp_id() * kWarpValues;
   Place place;
-  for (Unit unit(p); unit.is_there(); unit.next(p)) {
+  u32 found = 0;
+  for (Unit unit(p); unit.is_there(); take_next(p, unit, found)) {
     Sums s;
     begin_sums(p, unit, value, s);
     const float skip = kSkip ? p.skip[unit.head] : 0.f;
@@ -339,7 +377,7 @@ DEVICE void compute_chunks(const RecurrentParams& p) {
     for (int begin = unit.begin; begin < unit.end; begin += kChunk, place.next(p)) {
       const Stage stage = stage_at(place.at);
       mbarrier_wait(stage.full(), place.parity);
-      if (has_half(unit, begin)) {
+      if (any_lane(has_half(unit, begin))) {  // the compiler sees that all lanes agree
         compute_chunk<kBlocks / 2>(p, unit, begin, place.at, value, skip, s);
       } else {
         compute_chunk<kBlocks>(p, unit, begin, place.at, value, skip, s);
@@ -386,6 +424,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
       mbarrier_init(stage.rest_empty(), (kComputing / 32 + (kEnds ? 0 : 1)) * kCluster);
       mbarrier_init(stage.placed(), kComputing / 32);
     }
+    if constexpr (kFindsAhead) mbarrier_init(stage_at(0).found(), 1), mbarrier_init(stage_at(0).taken(), kComputing / 32);
     mbarrier_fence_init();
   }
   clear_zeros(p.chunk_stages);
@@ -401,6 +440,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
     if constexpr (kMoved) registers_shrink<kLoadRegisters>();
     if (warp_id() == kComputing / 32) load_chunks(p, {q_map, k_map, v_map});
     if (!kEnds && warp_id() == kComputing / 32 + 1) store_chunks(p, out_map);
+    if (kFindsAhead && warp_id() == kComputing / 32 + 2) find_units(p);
   }
   if constexpr (!kEnds) griddep_launch();
   if constexpr (kCluster > 1) cluster_sync();  // what others load comes to a block that is there

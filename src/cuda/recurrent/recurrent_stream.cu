@@ -78,6 +78,14 @@ DEVICE void find_first_units(const RecurrentParams& p, Shared& shared) {
 DEVICE int here(int x) { return kKeysFirst || !kFinishes ? x : computed_here(x); }
 DEVICE int warp_of(const Lane& lane) { return kKeysFirst || kFinishes ? int(threadIdx.x / 32) : lane.value / kWarpValues; }
 
+// A block's first states come to L2 while the kernel in front still ends, whose last blocks leave memory with little to do: what that one
+// writes of them meets them there. Values that are innermost are one run of memory where a block has all of a head.
+DEVICE void prefetch_state(const RecurrentParams& p, const Unit& unit) {
+  if (!unit.has_state() || (kKeysFirst && kTiles > 1)) return;
+  const int first = unit.first_value(), count = min(kDimV - first, kRows);
+  bulk_prefetch(unit.source(p) + long(first) * kDimK * kStateSize, u32(count * kDimK * kStateSize));
+}
+
 // Has a unit's state loaded, where there is one: by a lane for its warp where keys are innermost, else by a lane for four key channels, of
 // which there are some in each warp.
 DEVICE void begin_state(const RecurrentParams& p, const Unit& unit, const Lane& lane, int place, Shared& shared) {
@@ -177,6 +185,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
   if (threadIdx.x >= kThreads - 32) find_first_units(p, shared);
   const u32 units = u32(num_requests(p)) * units_of_request(p);
   __syncthreads();
+  if (p.lists_are_there && threadIdx.x < kAhead) prefetch_state(p, shared.units[threadIdx.x]);
   griddep_wait();
   // Blocks fill the GPU: those of the next kernel begin where these end, and their lists are there when the last one does.
   griddep_launch();
