@@ -2,9 +2,9 @@
 // there keys and queries come with their decays from recurrent_channel_weights.cu. Launched by cuda/recurrent/recurrent_plan.cpp.
 //
 // Four warps compute 64 values together. First factors are in their registers, second ones in shared memory as they are; while products are
-// made, the warps do other things. A fifth warp has chunks loaded by TMA and bulk copies, a sixth has outputs stored, and where a block has the
-// multiprocessor to itself, a seventh finds what is next. Thread blocks of a cluster have values of one head, or heads of one key head, and take
-// the same chunks at a time.
+// made, the warps do other things. A fifth warp has chunks loaded by TMA and bulk copies, a sixth has outputs stored, and where a block has
+// the multiprocessor to itself, a seventh finds what is next. Thread blocks of a cluster have values of one head, or heads of one key head,
+// and take the same chunks at a time.
 #include "recurrent_chunk_values.cuh"
 
 namespace imbrex::cuda {
@@ -286,7 +286,8 @@ DEVICE void store_chunks(const RecurrentParams& p, const TensorMap& out) {
 }
 
 // The block's units behind its first one, which a warp of its own finds while others are computed: that takes as long as half a chunk, or
-// more. Meanwhile the states that they begin with come to L2. Where two blocks share a multiprocessor, one computes while the other one finds.
+// more. Meanwhile the states that they begin with come to L2. Where two blocks share a multiprocessor, one computes while the other one
+// finds.
 constexpr bool kFindsAhead = kBlocksTogether == 1;
 static_assert(sizeof(Unit) == 64);
 DEVICE Unit& found_unit() { return *reinterpret_cast<Unit*>(block_memory() + Stage::unit_at); }
