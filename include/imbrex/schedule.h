@@ -75,6 +75,11 @@ struct Schedule {
   std::vector<int64_t> places;
   int64_t share = 0;
   ListDetails details;  // of `work` and `merges`; schedule() leaves it empty
+
+  void clear() {
+    work.clear(), merges.clear(), items.clear(), places.clear(), details.clear();
+    num_partial_rows = num_work = 0;
+  }
 };
 
 // Cuts every request by its queries (tile_q) and, where it has few of them, by its keys (split_kv). Keys that the mask hides

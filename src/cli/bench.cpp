@@ -242,6 +242,9 @@ void add_bench(CLI::App& app, Action& action) {
   add_of_attention(sub->add_flag("--packed-mask", o->bench.packed_mask,
                                  "With --custom-mask, or cases that have one: a bit for each query and key instead of a byte"))
       ->excludes(sub->get_option("--zoo"));
+  add_of_attention(sub->add_flag("--balanced", o->bench.balanced, "Lists that follow the load: results then depend on the batch"))
+      ->excludes(sub->get_option("--zoo"))
+      ->excludes(sub->get_option("--halves"));
   add_of_attention(
       sub->add_option("--kv-order", o->bench.kv_order,
                       "Of l(ayer), b(lock), h(ead), t(oken), d(im), outermost first: lbhtd (default), or lbthd for heads within a token"));

@@ -79,6 +79,7 @@ BenchResult bench(const BackendOf<AttentionFamily>& backend, const AttentionSpec
   plan_options.limits = problem.limits();
   plan_options.threads = options.threads;
   plan_options.out_dtype = problem.outputs().out.dtype;
+  plan_options.balanced = options.balanced;
   result.captured = stream->asynchronous() && goes_into_graph(options, plan_options.limits.max_query_len);
   const auto plan = backend.plan(spec, device, plan_options);
   result.plan_s = best_seconds([&] { plan->update(problem.batch(), stream->get()); });

@@ -30,6 +30,7 @@ struct BenchOptions : TimingOptions {
   int kv_copies = 0;    // caches to rotate over, as the layers of a model do; 0: one on a CPU, so many that keys are not in L2 on a GPU
   int common_keys = 0;  // that all requests begin with, in the same blocks: those of a prompt, as far as whole blocks of their contexts go
   bool packed_mask = false;  // a custom mask has a bit for each query and key (Batch::packed_mask) instead of a byte
+  bool balanced = false;     // lists follow the load (PlanOptions::balanced)
   std::string kv_order;      // of a strided cache, as KvAllocation has it; empty: its default
   bool check = true;         // compare sampled outputs with the reference first
   BenchLaunch launch = BenchLaunch::by_queries;

@@ -203,7 +203,8 @@ KernelKey merge_key(std::string_view arch, const AttentionSpec& spec, DType out)
            {"kOutType", int(out)},
            {"kGroup", spec.group_size()},
            {"kSinks", spec.score.sinks},
-           {"kShortSums", false}}};
+           {"kShortSums", false},
+           {"kShares", false}}};
 }
 
 }  // namespace imbrex::cuda

@@ -25,12 +25,16 @@ DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_h
   const int thread = int(threadIdx.x), lane = thread % kLanes, d = first_dim_of(thread / kLanes), heads = p.num_kv_heads * kGroup;
   const int end = (item.q_end - item.q_begin) * kGroup;
   const long stride = long(item.q_end - item.q_begin) * heads;
+  const bool has_parts = kShares && item.first_partial < 0;
 #pragma unroll 1
   for (int begin = share * kRows; begin < end; begin += shares * kRows) {
     const int row = begin + thread / kRowThreads, read = min(row, end - 1), token = read / kGroup, head = kv_head * kGroup + read % kGroup;
     const long first = long(item.first_partial + token) * heads + head;
-    RowSums all = join_splits<1, kLanes, kShortSums>(
-        p, [&](int split) { return first + split * stride; }, item.num_splits, d, lane, are_short);
+    const auto row_of_split = [&](int split) {
+      if (has_parts) return long(__ldg(p.merge_parts + (~item.first_partial + split)) + token) * heads + head;
+      return first + split * stride;
+    };
+    RowSums all = join_splits<1, kLanes, kShortSums>(p, row_of_split, item.num_splits, d, lane, are_short);
     if (lane == 0 && row < end && thread < kRows * kRowThreads)
       all.store(p, item.q_begin + token, head, d, kv_scale(p.v, kv_head), out_is_wide(p));
   }

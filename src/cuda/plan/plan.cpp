@@ -58,6 +58,7 @@ std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_v
       if (has_few_tasks(table, arch, spec, regime)) add(table.few_tasks->attention(arch, spec, regime, out));
     }
     add(table.merge(arch, spec, out));
+    if (extent == Extent::all && may_share_prefixes(table, arch, spec)) add(sharing(table.merge(arch, spec, out)));
   }
   if (packs_mask(table, arch, spec)) keys.push_back(pack_mask_key(arch, spec));
   if (has_flat(table, arch, spec, kPrefill)) keys.push_back(flatten_kv_key(arch, spec));
@@ -88,14 +89,14 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
   if (planned.step_mask_bytes > 0) step_mask_ = DeviceBuffer(context_, planned.step_mask_bytes);
   scratch_ = planned.scratch;
   partial_rows_ = planned.partial_rows;
-  may_share_ = planned.may_share;
+  may_share_ = planned.may_share, shares_prefixes_ = planned.shares_prefixes;
   name_kernels();
   if (const RegimePlan& prefill = regimes_[kPrefill]; planned.flat.most_blocks > 0)
     flat_ = std::make_unique<FlatKv>(context_, arch_, spec, prefill.policy, int(prefill.flat_kernel.cluster), planned.flat);
   for (RegimePlan& s : regimes_) s.chooses_in_graph = chooses_in_graph(s);
   several_kernels_ = flat_ != nullptr || std::ranges::count_if(regimes_, [](const RegimePlan& s) { return s.bounds.num_work > 0; }) > 1 ||
                      std::ranges::any_of(regimes_, &RegimePlan::chooses_in_graph);
-  lay_out();
+  lay_out(planned.prefix_parts);
   workspace_->reserve(int64_t(planned.scratch_bytes));
   // A step has at most max_num_tokens items, since every item has a query token.
   if (options.on_device) device_plan_ = std::make_unique<DevicePlan>(context_, arch_, spec, options.limits, options.limits.max_num_tokens);
@@ -132,7 +133,10 @@ void Plan::name_kernels() {
   }
   const auto merges = [](const RegimePlan& s) { return !s.kernel.joins_pieces && s.bounds.num_merges > 0; };
   if (std::ranges::any_of(regimes_, merges))
-    name(merge_, "merge", kMergeThreads, 1, options_.load_on_demand, [&](DType out) { return table_.merge(arch_, spec_, out); });
+    name(merge_, "merge", kMergeThreads, 1, options_.load_on_demand, [&](DType out) {
+      const KernelKey key = table_.merge(arch_, spec_, out);
+      return shares_prefixes_ ? sharing(key) : key;
+    });
   if (mask_.words > 0) {
     pack_mask_.key = pack_mask_key(arch_, spec_), pack_mask_.entry = "pack_mask", pack_mask_.threads = kPackMaskThreads;
     if (!options_.load_on_demand) now.push_back(&pack_mask_);
@@ -162,7 +166,7 @@ void Plan::load(Specialised& s) const {
   s.grid = unsigned(std::max(device_.num_workers, 1) * each) / s.cluster * s.cluster;
 }
 
-void Plan::lay_out() {
+void Plan::lay_out(int64_t prefix_parts) {
   const PlanLimits& limits = options_.limits;
   const int64_t reqs = limits.max_num_reqs, tokens = limits.max_num_tokens;
   const int64_t blocks = spec_.block_size > 0 ? checked_mul("plan.scratch", reqs, blocks_of(limits.max_seq_len, spec_.block_size)) : 0;
@@ -187,7 +191,7 @@ void Plan::lay_out() {
     RegimePlan& s = regimes_[regime];
     const bool shares = may_share_ && regime == kDecode;
     s.shared_tokens = layout.add<SharedToken>(shares ? partial_rows_ : 0);
-    s.merge_parts = layout.add<int>(shares ? s.bounds.num_work : 0);
+    s.merge_parts = layout.add<int>(shares ? s.bounds.num_work : regime == kVerify ? prefix_parts : 0);
     const int64_t items = spec_.mask_mod.empty() || s.kernel.mask_teams > 0 ? 0 : s.bounds.num_work;
     s.item_details = layout.add<ItemDetails>(items);
     s.stretches = layout.add<KeyStretch>(
@@ -225,8 +229,8 @@ std::string Plan::str() const {
   for (const Schedule& schedule : step.schedules) {
     items += fmt::format("{}{}", items.empty() ? "" : " + ", schedule.num_work);
     merges += schedule.merges.size();
-    const int tokens = int(schedule.details.request_of.size());
-    if (tokens > 0) shared += std::ranges::count_if(schedule.work, [&](const WorkItem& item) { return item.q_begin >= tokens; });
+    if (!schedule.details.parts.empty())
+      shared += std::ranges::count_if(schedule.work, [](const WorkItem& item) { return item.partial >= 0 && item.merge < 0; });
   }
   const std::string flat = step.flat.kv_heads > 0
                                ? fmt::format(", prefill over {} keys made flat {} kv heads at a time", step.flat.rows(), step.flat.kv_heads)

@@ -11,6 +11,7 @@
 #include "attention/key_source.h"
 #include "attention/plan_checks.h"
 #include "attention/shared_keys.h"
+#include "attention/shared_prefixes.h"
 #include "attention/step_plan.h"
 #include "cuda/attention/attention_kernels.h"
 #include "cuda/attention/flat_kv.h"
@@ -119,10 +120,11 @@ class Plan final : public StepPlan {
   void load(Specialised&) const;
   const Specialised& loaded(Specialised&, bool captured) const;
   const Specialised& loaded(ByOutput&, DType out, bool captured) const;
-  void lay_out();
+  void lay_out(int64_t prefix_parts);
   BatchArrays place(const Batch&, bool captured) const;
   void check_captured_cache(const BatchReach&) const;
   void share(const Batch&, Step&, int& rows);
+  bool share_prefixes(const Batch&, Step&, int& rows);
   void cut_seen(const Batch&, const RegimePlan&, const SchedulePolicy&, Schedule&) const;
   void put_lists(const Batch&, const Step&);
   void put_trees(const Batch&);
@@ -168,8 +170,9 @@ class Plan final : public StepPlan {
   bool programmatic_ = false;                        // launches may begin before the ones in front of them have ended
   bool keys_come_late_ = false;                      // see keys_come_late()
 
-  bool may_share_ = false;  // items of decode
+  bool may_share_ = false, shares_prefixes_ = false;  // as in PlanOutline
   ShareScratch share_scratch_;
+  PrefixScratch prefix_scratch_;
   TwoSteps<Step> steps_;
   bool has_step_ = true;
   mutable std::vector<std::shared_ptr<const gpu::ScratchMemory>> captured_scratch_;  // which graphs write to

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "attention/shared_keys.h"
 #include "core/check.h"
 
 namespace imbrex::cuda {
@@ -46,7 +47,27 @@ RegimeKernel sharing_kernel(const AttentionKernels& table, std::string_view arch
   return wanted ? table.sharing->kernel(arch, spec, regime) : RegimeKernel{};
 }
 
+// The room that lists of shared prefixes take.
+void make_room_for_prefixes(PlanOutline& o, const PlanLimits& limits) {
+  constexpr int64_t kMostParts = int64_t(1) << 20;
+  PlanOutline::OfRegime& s = o.regimes[kVerify];
+  const int64_t workers = s.policy.num_workers,
+                tokens = std::min<int64_t>(limits.max_num_tokens, int64_t(limits.max_num_reqs) * o.regimes[kDecode].policy.max_q),
+                reqs = std::min<int64_t>(limits.max_num_reqs, tokens);
+  s.bounds.num_work = std::max(s.bounds.num_work, 4 * reqs + workers);
+  s.bounds.num_merges = std::max(s.bounds.num_merges, reqs);
+  o.prefix_parts = std::min(reqs * (workers + 16), kMostParts);
+  o.partial_rows += 2 * tokens + workers * s.policy.tile_q;
+}
+
 }  // namespace
+
+bool may_share_prefixes(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec) {
+  const RegimeKernel verify = table.kernel(arch, spec, kVerify), decode = table.kernel(arch, spec, kDecode);
+  const int group = spec.group_size();
+  return spec.block_size > 0 && is_position_free(spec) && windows_of(spec.mask) == nullptr && verify.entry != nullptr &&
+         !verify.joins_pieces && verify.tile.rows / group >= 2 * std::max(decode.tile.rows / group, 1);
+}
 
 PlanOutline outline(const AttentionKernels& table, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) {
   const std::string arch = arch_of(device);
@@ -79,6 +100,9 @@ PlanOutline outline(const AttentionKernels& table, const AttentionSpec& spec, co
   if (const PlanOutline::OfRegime& prefill = o.regimes[kPrefill]; prefill.flat_kernel.entry != nullptr && prefill.bounds.num_work > 0)
     o.flat = flat_room(spec, prefill.policy, options.limits, int(prefill.flat_kernel.cluster));
   o.partial_rows = partial_rows_bound(policies, options.limits);
+  o.shares_prefixes =
+      options.balanced && options.limits.shared_prompts && options.limits.max_num_reqs > 1 && may_share_prefixes(table, arch, spec);
+  if (o.shares_prefixes) make_room_for_prefixes(o, options.limits);
   if (o.may_share) o.partial_rows = std::max(o.partial_rows, shared_rows(policies, options.limits));
   lay_out_scratch(o, spec, device, options.limits);
   return o;

@@ -36,8 +36,16 @@ struct PlanOutline {
   Scratch scratch;
   size_t scratch_bytes = 0, step_mask_bytes = 0;
 
+  // Whether the kernel of verify may take a step's requests of decode, neighbours with the keys that they have in common in items of them
+  // all (attention/shared_prefixes.h); `parts` of merges at most.
+  bool shares_prefixes = false;
+  int64_t prefix_parts = 0;
   bool may_share = false;  // whether requests of a batch may share items of decode, whose kernel is then that of AttentionKernels::sharing
 };
+
+// Whether verify has a kernel for the shared prefixes of a layer: with rows for twice as many tokens as decode, and partial results that
+// merge.cu joins.
+bool may_share_prefixes(const AttentionKernels&, std::string_view arch, const AttentionSpec&);
 
 // Error plan.scratch for sizes that no memory has.
 PlanOutline outline(const AttentionKernels&, const AttentionSpec&, const DeviceInfo&, const PlanOptions&);

@@ -186,6 +186,7 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
     merge_tasks += of_regime * spec_.num_kv_heads * a.merge_lists[regime].shares;
   }
   a.beside = false;
+  a.merge_parts = memory_->device(regimes_[kVerify].merge_parts);
   if (spec_.kv_format == KvFormat::latent_rope) a.v = a.k;  // merge.cu wants the scale of values
   if (merge_tasks > 0) launch(loaded(merge_, out_dtype, captured), merge_tasks, cu, a);
   if (!captured) return;

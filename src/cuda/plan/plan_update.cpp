@@ -134,7 +134,9 @@ void Plan::prepare(const Batch& batch, Stream stream) {
 // `rows`: where the partial rows of all regimes end.
 void Plan::share(const Batch& batch, Step& next, int& rows) {
   const TensorView& ids = next.keys.ids;
-  if (!may_share_ || !next.key_starts.empty() || ids.empty() || !on_host(ids)) return;
+  if (!next.key_starts.empty() || ids.empty() || !on_host(ids)) return;
+  if (shares_prefixes_ && share_prefixes(batch, next, rows)) return;
+  if (!may_share_) return;
   Schedule& list = next.schedules[kDecode];
   SchedulePolicy policy = regimes_[kDecode].policy;
   const int tile_rows = regimes_[kDecode].kernel.tile.rows;
@@ -150,6 +152,30 @@ void Plan::share(const Batch& batch, Step& next, int& rows) {
   list.work.resize(size_t(list.num_work));
   write_work(list, list.work.data());
   share_keys(batch, next.keys, share, list, share_scratch_);
+}
+
+// In a step without requests for verify, its kernel may take those of decode, with the keys that neighbours have in common in items of them
+// all.
+bool Plan::share_prefixes(const Batch& batch, Step& next, int& rows) {
+  Schedule &decode = next.schedules[kDecode], &verify = next.schedules[kVerify];
+  if (verify.num_work > 0 || decode.num_work == 0) return false;
+  const RegimePlan& s = regimes_[kVerify];
+  const int others = rows - decode.num_partial_rows;  // of prefill, behind those of decode
+  const PrefixPolicy policy{.block_size = spec_.block_size,
+                            .tile_q = s.policy.tile_q,
+                            .tile_kv = s.policy.tile_kv,
+                            .num_workers = s.policy.num_workers,
+                            .split_cost = s.policy.split_cost,
+                            .max_q = regimes_[kDecode].policy.max_q,
+                            .first_partial = others > 0 ? rows : 0,
+                            .most_work = int64_t(s.work.capacity),
+                            .most_merges = int64_t(s.merges.capacity),
+                            .most_parts = int64_t(s.merge_parts.capacity),
+                            .most_partial_rows = std::min<int64_t>(partial_rows_, INT32_MAX)};
+  if (!imbrex::share_prefixes(batch, next.keys, policy, verify, prefix_scratch_)) return false;
+  decode.clear();
+  rows = std::max(policy.first_partial + verify.num_partial_rows, others > 0 ? rows : 0);
+  return true;
 }
 
 // Cuts the keys that mask_mod shows, and gives items their stretches of these as far as there is room. (Prefill with wgmma finds hidden
@@ -222,10 +248,8 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
       write_items(list, m.put(regimes_[regime].work, size_t(list.num_work)));
   for (const Regime regime : kRegimes) {
     const ListDetails& details = step.schedules[regime].details;
-    if (!details.tokens.empty()) {
-      write_shared_tokens(details, m.put(regimes_[regime].shared_tokens, details.merge_of.size()));
-      std::ranges::copy(details.parts, m.put(regimes_[regime].merge_parts, details.parts.size()));
-    }
+    if (!details.tokens.empty()) write_shared_tokens(details, m.put(regimes_[regime].shared_tokens, details.merge_of.size()));
+    if (!details.parts.empty()) std::ranges::copy(details.parts, m.put(regimes_[regime].merge_parts, details.parts.size()));
     if (details.items.empty()) continue;
     std::ranges::copy(details.items, m.put(regimes_[regime].item_details, details.items.size()));
     std::ranges::copy(details.stretches, m.put(regimes_[regime].stretches, details.stretches.size()));

@@ -14,7 +14,7 @@ void write_merges(const Schedule& list, MergeItem* to) {
 
 void write_items(const Schedule& list, WorkItem* to) {
   if (list.details.tokens.empty()) {
-    if (list.details.items.empty()) return write_work(list, to);
+    if (list.details.items.empty() && !list.items.empty()) return write_work(list, to);
     std::ranges::copy(list.work, to);
     return;
   }

@@ -32,6 +32,7 @@ namespace {
 AttentionSpec spec;                                 // what a kernel is compiled for
 std::map<std::string, AttentionSpec> specs_by_key;  // where there are several
 HostExpressions expressions;                        // of the launch
+bool takes_shared_items = false;                    // likewise
 
 template <class T>
 T parameter(const Launch& launch, size_t index) {
@@ -139,7 +140,8 @@ void load_key(const AttentionParams& p, const CacheTypes& types, int request, in
   }
 }
 
-bool is_shared(const WorkItem& item) { return item.partial >= 0 && item.merge < 0; }
+// Whether an item's query tokens are those of shared_tokens; for kernels without such items they are neighbours in the batch.
+bool is_shared(const WorkItem& item) { return takes_shared_items && item.partial >= 0 && item.merge < 0; }
 
 // The query token of number `i` of those that items count in.
 int token_of(const AttentionParams& p, const WorkItem& item, int i) { return is_shared(item) ? p.shared_tokens[i].token : i; }
@@ -268,6 +270,7 @@ void merge(const AttentionParams& p, const MergeList& list, DType out_type) {
       for (int head = 0; head < num_q_heads(p); ++head) {
         Sums s;
         for (int split = 0; split < m.num_splits; ++split) {
+          if (m.first_partial < 0 && !takes_shared_items) std::abort();
           const int first = m.first_partial < 0 ? p.merge_parts[~m.first_partial + split] : m.first_partial + split * (m.q_end - m.q_begin);
           const long row = long(first + token - m.q_begin) * num_q_heads(p) + head;
           for (int d = 0; d < spec.head_dim_v; ++d) value[size_t(d)] = p.partial_out[row * spec.head_dim_v + d];
@@ -279,8 +282,8 @@ void merge(const AttentionParams& p, const MergeList& list, DType out_type) {
 }
 
 // A shared item is for kernels that take such, has no more rows than their tile, and tokens of merges that lie beside each other.
-void check_shared(const Launch& launch, const AttentionParams& p, const WorkItem& item) {
-  if (launch.module.find("kShares true") == std::string::npos) std::abort();
+void check_shared(const AttentionParams& p, const WorkItem& item) {
+  if (!takes_shared_items) std::abort();
   const int most_rows = spec.group_size() <= 8 ? 16 : spec.group_size() <= 16 ? 32 : 64;
   if ((item.q_end - item.q_begin) * spec.group_size() > most_rows || item.q_begin < 0 || item.q_end - item.q_begin < 2) std::abort();
   std::vector<int> merges;
@@ -305,7 +308,7 @@ void attention_and_merge(const Launch& launch, const AttentionParams& p, DType o
   for (int i = 0; i < p.counts->num_work; ++i) {
     const WorkItem& w = p.work[i];
     if ((w.partial < 0 && w.merge >= 0) || w.merge >= p.counts->num_merges) std::abort();
-    if (is_shared(w)) check_shared(launch, p, w);
+    if (w.partial >= 0 && w.merge < 0) check_shared(p, w);
     if (w.merge >= 0 && p.merges[w.merge].q_begin != w.q_begin) std::abort();
   }
   merge(p, {p.merges, p.counts}, out_type);
@@ -349,6 +352,7 @@ DType type_named(const Launch& launch, const char* constant, std::span<const DTy
 void run_launch(const Launch& launch) {
   if (const auto of = specs_by_key.find(launch.module); of != specs_by_key.end()) spec = of->second;
   const DType out = type_named(launch, "kOutType", spec.out_dtypes());
+  takes_shared_items = launch.module.find("kShares true") != std::string::npos;
   if (launch.entry == "attention_sm80") return attention_and_merge(launch, parameter<AttentionParams>(launch, 0), out);
   if (launch.entry == "attention_sm90_decode") return attention_and_merge(launch, through_kv_maps(launch), out);
   if (launch.entry == "attention_sm90" || launch.entry == "attention_sm90_fp8")
