@@ -172,7 +172,10 @@ class RandomTrial {
     const CaseInputs in = random_inputs(c);
     RunOptions together = options_;
     together.share_blocks = true;
-    return run_difference(run(in, together), run(in, options_), "blocks in common");
+    if (std::string failure = run_difference(run(in, together), run(in, options_), "blocks in common"); !failure.empty()) return failure;
+    together.balanced = true;
+    const Judgement j = judge(expect(in), run(in, together));
+    return j.pass() ? "" : "balanced, with blocks in common: " + j.failure;
   }
 
   std::string balanced() {

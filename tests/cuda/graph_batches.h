@@ -22,6 +22,7 @@ struct GraphProblem {
   bool device_lengths = false;  // with device_arrays: the graph has an update_on_device() in it, and copies of lengths between its replays
   bool packed_mask = false;     // a custom mask has bits
   bool shared_blocks = false;   // in half of the steps requests begin with blocks of others; with host arrays plans share items then
+  bool balanced = false;        // lists follow the load
   bool apart = false;           // a third plan has its arrays in device memory, so that it shares none: the bits are the same
   bool shared_scratch = false;  // of both plans; in the middle a third, larger one joins them
   int keys = 12800;             // that the cache has room for
@@ -185,7 +186,8 @@ class GraphAgainstEager {
   PlanOptions options() const {
     PlanLimits limits = p_.limits;
     limits.shared_prompts = p_.shared_blocks;
-    return {.limits = limits, .threads = {}, .on_device = p_.device_lengths, .out_dtype = {}, .workspace = workspace_};
+    return {
+        .limits = limits, .threads = {}, .balanced = p_.balanced, .on_device = p_.device_lengths, .out_dtype = {}, .workspace = workspace_};
   }
   // The graph's memory stays; what the eager plan finds from now on is elsewhere.
   void grow() {
