@@ -121,7 +121,7 @@ class Plan:
 
     `backend` forces one ("" takes the first that runs the spec). The limits bound every later batch; max_query_len=1 is a plan for decode, the
     same min_query_len and max_query_len one for verify of so many tokens. shared_prompts says that requests may begin with the same blocks:
-    a GPU's kernels of decode then share reads of these.
+    a GPU's kernels of decode then share reads of these, and neighbours most of all with `balanced`.
     num_threads is for CPUs: 0 is PyTorch's threads where it is loaded, else one for each core, shared among plans. `balanced` splits by load:
     results then depend on the batch. on_device is for update_on_device(). load_on_demand compiles a GPU kernel when a step first needs it; such
     a plan cannot be captured into a graph. With `ordered`, calls may come on several streams: each waits for the one before, which costs a

@@ -270,26 +270,6 @@ TEST_P(Laws, SplitsByLoadAreWithinTheBounds) {
   }
 }
 
-// Of decode behind prompts, where such lists may read the keys that neighbours have in common in items of other tiles.
-TEST_P(Laws, SplitsByLoadOfRequestsBehindPromptsAreWithinTheBounds) {
-  for (const int group : {1, 4, 6, 12, 16, 40}) {
-    if (group != 4 && !GetParam().on_gpu()) continue;  // one kernel for all of them
-    for (const bool plain : {true, false}) {
-      Case wanted = base_case(
-          DType::bf16, plain ? DType::bf16 : DType::fp8_e4m3,
-          {{1, 2100, 0}, {1, 2110, 0}, {1, 2105, 0}, {1, 1900, 0}, {0, 0, 2}, {1, 2100, 0}, {1, 700, 1}, {1, 900, 1}, {1, 30, 3}});
-      wanted.spec.num_q_heads = 2 * group, wanted.spec.block_size = 16;
-      wanted.spec.score.sinks = !plain;
-      const Case c = fit(wanted);
-      const CaseInputs inputs = make_inputs(c);
-      RunOptions o = options(c);
-      o.balanced = o.share_blocks = true, o.check_cache = false;
-      const Judgement judgement = judge(expect(inputs), run_case(*GetParam().backend, GetParam().device, inputs, o));
-      EXPECT_TRUE(judgement.pass()) << c.spec.str() << ": " << judgement.failure;
-    }
-  }
-}
-
 TensorView view(std::vector<float>& v, std::initializer_list<int64_t> sizes) { return TensorView::contiguous(v.data(), DType::f32, sizes); }
 
 RunResult merge(std::vector<RunResult>& parts, const AttentionSpec& spec, int64_t tokens) {

@@ -1,0 +1,39 @@
+// Laws of requests that begin with the same blocks, in plans whose results may depend on that.
+#include <gtest/gtest.h>
+
+#include "matrix.h"
+
+namespace imbrex::test {
+namespace {
+
+class PrefixLaws : public testing::TestWithParam<Target> {};
+
+// Balanced lists may read the keys that neighbours have in common in items of other tiles: of a prompt of all, of one that some of these go
+// on with, and of requests that have little of their own.
+TEST_P(PrefixLaws, BalancedListsAreWithinTheBounds) {
+  int ran = 0;
+  for (const int group : {1, 4, 6, 12, 16, 40}) {
+    if (group != 4 && !GetParam().on_gpu()) continue;  // one kernel for all of them
+    for (const bool plain : {true, false}) {
+      Case c;
+      c.name = "prefix", c.seed = uint64_t(group);
+      c.spec = {.num_q_heads = 2 * group, .num_kv_heads = 2, .head_dim_qk = 128, .head_dim_v = 128, .block_size = 16};
+      if (!plain) c.spec.kv_dtype = DType::fp8_e4m3, c.spec.score.sinks = true, c.spec.score.soft_cap = 30.f;
+      c.out_dtype = c.spec.out_dtypes().front();
+      c.requests = {{1, 2100, 0}, {1, 2110, 0}, {2, 2105, 0}, {1, 1900, 0}, {0, 0, 2}, {1, 2100, 0}, {1, 700, 1}, {1, 900, 1}, {1, 30, 3}};
+      RunOptions options;
+      if (!runs(c, GetParam()) || !options_for(c, GetParam(), options)) continue;
+      options.balanced = options.share_blocks = true, options.check_cache = false;
+      const CaseInputs inputs = make_inputs(c);
+      const Judgement judgement = judge(expect(inputs), run_case(*GetParam().backend, GetParam().device, inputs, options));
+      EXPECT_TRUE(judgement.pass()) << c.spec.str() << ": " << judgement.failure;
+      ++ran;
+    }
+  }
+  if (ran == 0) GTEST_SKIP() << "it runs none of these layers";
+}
+
+INSTANTIATE_TEST_SUITE_P(All, PrefixLaws, testing::ValuesIn(targets()), [](const auto& info) { return info.param.name(); });
+
+}  // namespace
+}  // namespace imbrex::test
