@@ -47,17 +47,17 @@ RegimeKernel sharing_kernel(const AttentionKernels& table, std::string_view arch
   return wanted ? table.sharing->kernel(arch, spec, regime) : RegimeKernel{};
 }
 
-// The room that lists of shared prefixes take.
+// The room that lists of shared prefixes take: a step that needs more has none.
 void make_room_for_prefixes(PlanOutline& o, const PlanLimits& limits) {
-  constexpr int64_t kMostParts = int64_t(1) << 20;
+  constexpr int64_t kMostParts = int64_t(1) << 20, kMostRows = 4096;
   PlanOutline::OfRegime& s = o.regimes[kVerify];
-  const int64_t workers = s.policy.num_workers,
-                tokens = std::min<int64_t>(limits.max_num_tokens, int64_t(limits.max_num_reqs) * o.regimes[kDecode].policy.max_q),
-                reqs = std::min<int64_t>(limits.max_num_reqs, tokens);
+  const int most_q = most_prefix_queries(s.policy), longest = limits.max_query_len > 0 ? std::min(limits.max_query_len, most_q) : most_q;
+  const int64_t workers = s.policy.num_workers, reqs = std::min(limits.max_num_reqs, limits.max_num_tokens);
+  const int64_t tokens = std::min<int64_t>(limits.max_num_tokens, reqs * longest);
   s.bounds.num_work = std::max(s.bounds.num_work, 4 * reqs + workers);
   s.bounds.num_merges = std::max(s.bounds.num_merges, reqs);
   o.prefix_parts = std::min(reqs * (workers + 16), kMostParts);
-  o.partial_rows += 2 * tokens + workers * s.policy.tile_q;
+  o.partial_rows += std::min(2 * tokens, kMostRows) + workers * s.policy.tile_q;
 }
 
 }  // namespace

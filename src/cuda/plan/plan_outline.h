@@ -36,12 +36,15 @@ struct PlanOutline {
   Scratch scratch;
   size_t scratch_bytes = 0, step_mask_bytes = 0;
 
-  // Whether the kernel of verify may take a step's requests of decode, neighbours with the keys that they have in common in items of them
-  // all (attention/shared_prefixes.h); `parts` of merges at most.
+  // Whether the kernel of verify may take a step's requests of decode too, neighbours with the keys that they have in common in items of
+  // them all (attention/shared_prefixes.h); and parts of merges at most.
   bool shares_prefixes = false;
   int64_t prefix_parts = 0;
   bool may_share = false;  // whether requests of a batch may share items of decode, whose kernel is then that of AttentionKernels::sharing
 };
+
+// Query tokens of a request that may share a prefix: one tile of them.
+inline int most_prefix_queries(const SchedulePolicy& verify) { return verify.max_q < verify.tile_q ? verify.max_q : verify.tile_q; }
 
 // Whether verify has a kernel for the shared prefixes of a layer: with rows for twice as many tokens as decode, and partial results that
 // merge.cu joins.

@@ -154,19 +154,20 @@ void Plan::share(const Batch& batch, Step& next, int& rows) {
   share_keys(batch, next.keys, share, list, share_scratch_);
 }
 
-// In a step without requests for verify, its kernel may take those of decode, with the keys that neighbours have in common in items of them
-// all.
+// The kernel of verify may take the requests of decode too, with the keys that neighbours have in common in items of them all.
 bool Plan::share_prefixes(const Batch& batch, Step& next, int& rows) {
   Schedule &decode = next.schedules[kDecode], &verify = next.schedules[kVerify];
-  if (verify.num_work > 0 || decode.num_work == 0) return false;
   const RegimePlan& s = regimes_[kVerify];
-  const int others = rows - decode.num_partial_rows;  // of prefill, behind those of decode
+  const int most_q = most_prefix_queries(s.policy);
+  for (int r = 0; r < batch.num_reqs(); ++r)
+    if (batch.query_len(r) > most_q && batch.query_len(r) <= s.policy.max_q) return false;  // it has several tiles
+  const int others = rows - decode.num_partial_rows - verify.num_partial_rows;              // of prefill, behind these
   const PrefixPolicy policy{.block_size = spec_.block_size,
                             .tile_q = s.policy.tile_q,
                             .tile_kv = s.policy.tile_kv,
                             .num_workers = s.policy.num_workers,
                             .split_cost = s.policy.split_cost,
-                            .max_q = regimes_[kDecode].policy.max_q,
+                            .max_q = most_q,
                             .first_partial = others > 0 ? rows : 0,
                             .most_work = int64_t(s.work.capacity),
                             .most_merges = int64_t(s.merges.capacity),
