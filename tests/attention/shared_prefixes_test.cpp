@@ -34,8 +34,8 @@ Requests random_requests(std::mt19937_64& random, int most_q) {
   made.width = 200;
   int next_id = 1;
   for (int r = 0; r < count; ++r) {
-    const bool other = below(random, 12) == 0;  // of another list, or padded
-    const int q_len = other ? (below(random, 2) == 0 ? 0 : most_q + 3) : 1 + below(random, most_q);
+    const bool other = below(random, 6) == 0;  // of another list, or padded
+    const int q_len = other ? (below(random, 3) == 0 ? 0 : most_q + 3) : 1 + below(random, most_q);
     const int len = q_len == 0 ? 0 : q_len + below(random, below(random, 3) == 0 ? 900 : 3100);
     made.starts.push_back(made.starts.back() + q_len), made.lens.push_back(len);
     const int same = r == 0 ? 0 : below(random, 5) == 0 ? 0 : 20 + below(random, made.width - 20);
@@ -87,6 +87,7 @@ void expect_whole(const Requests& all, const PrefixPolicy& policy, const Schedul
   std::map<int, int> merge_of;
   for (size_t m = 0; m < list.merges.size(); ++m)
     for (int t = list.merges[m].q_begin; t < list.merges[m].q_end; ++t) merge_of[t] = int(m);
+  for (const auto& [row, written] : rows) EXPECT_TRUE(merge_of.contains(written.token)) << "a query of another list";
   for (int r = 0; r < all.batch.num_reqs(); ++r) {
     const int q_len = all.batch.query_len(r);
     const bool taken = q_len > 0 && q_len <= policy.max_q;
