@@ -48,7 +48,7 @@ class Prefixes {
   int keys_in_common(int i) const {
     if (token(i) + queries(i) != token(i + 1)) return 0;
     const int most = std::min(context(i), context(i + 1)), blocks = most / policy_.block_size;
-    const int32_t *const a = keys_.ids_of(s_.requests[size_t(i)]), *const b = keys_.ids_of(s_.requests[size_t(i + 1)]);
+    const int32_t *const a = keys_.ids_of(s_.requests[size_t(i)]), *const b = keys_.ids_of(s_.requests[size_t(i) + 1]);
     const int same = int(std::mismatch(a, a + blocks, b).first - a);
     return same * policy_.block_size / policy_.tile_kv * policy_.tile_kv;
   }
