@@ -19,7 +19,7 @@ class Prefixes {
       : batch_(batch), keys_(keys), policy_(policy), s_(scratch) {}
 
   bool run(Schedule& list) {
-    collect();
+    if (!collect()) return false;
     s_.items.clear(), s_.path.clear(), s_.parts_of.clear();
     s_.first_parts.assign(1, 0);
     walk(0, int(s_.requests.size()), 0);
@@ -37,17 +37,23 @@ class Prefixes {
   // Keys that all queries of a request see, and that leave it some of its own.
   int context(int i) const { return length(i) - queries(i); }
 
-  void collect() {
+  // False: a request has no keys at all.
+  bool collect() {
     s_.requests.clear(), s_.common.clear();
-    for (int r = 0; r < batch_.num_reqs(); ++r)
-      if (const int q_len = batch_.query_len(r); q_len > 0 && q_len <= policy_.max_q) s_.requests.push_back(r);
+    for (int r = 0; r < batch_.num_reqs(); ++r) {
+      const int q_len = batch_.query_len(r);
+      if (q_len == 0 || q_len > policy_.max_q) continue;
+      if (batch_.seq_lens[size_t(r)] == 0) return false;
+      s_.requests.push_back(r);
+    }
     for (int i = 0; i + 1 < int(s_.requests.size()); ++i) s_.common.push_back(keys_in_common(i));
+    return true;
   }
 
   // Of a request and the next one, if their query tokens are neighbours: whole tiles.
   int keys_in_common(int i) const {
     if (token(i) + queries(i) != token(i + 1)) return 0;
-    const int most = std::min(context(i), context(i + 1)), blocks = most / policy_.block_size;
+    const int most = std::max(std::min(context(i), context(i + 1)), 0), blocks = most / policy_.block_size;
     const int32_t *const a = keys_.ids_of(s_.requests[size_t(i)]), *const b = keys_.ids_of(s_.requests[size_t(i) + 1]);
     const int same = int(std::mismatch(a, a + blocks, b).first - a);
     return same * policy_.block_size / policy_.tile_kv * policy_.tile_kv;

@@ -172,6 +172,9 @@ TEST(SharedPrefixes, APromptOfAllIsReadOnceForATile) {
     less(policy);
     EXPECT_FALSE(share_prefixes(all.batch, all.keys, policy, list, scratch));
   }
+  policy = policy_of(16, 4);
+  all.lens[7] = 0;  // of an encoder that has seen nothing
+  EXPECT_FALSE(share_prefixes(all.batch, all.keys, policy, list, scratch));
 }
 
 }  // namespace

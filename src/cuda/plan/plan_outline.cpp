@@ -65,8 +65,10 @@ void make_room_for_prefixes(PlanOutline& o, const PlanLimits& limits) {
 bool may_share_prefixes(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec) {
   const RegimeKernel verify = table.kernel(arch, spec, kVerify), decode = table.kernel(arch, spec, kDecode);
   const int group = spec.group_size();
-  return spec.block_size > 0 && is_position_free(spec) && windows_of(spec.mask) == nullptr && verify.entry != nullptr &&
-         !verify.joins_pieces && verify.tile.rows / group >= 2 * std::max(decode.tile.rows / group, 1);
+  const bool is_plain =
+      spec.kv_format == KvFormat::strided && spec.block_size > 0 && !spec.mask.positions && windows_of(spec.mask) == nullptr;
+  return is_plain && is_position_free(spec) && verify.entry != nullptr && !verify.joins_pieces &&
+         verify.tile.rows / group >= 2 * std::max(decode.tile.rows / group, 1);
 }
 
 PlanOutline outline(const AttentionKernels& table, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) {
