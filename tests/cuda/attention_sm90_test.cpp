@@ -71,8 +71,8 @@ TEST(AttentionSm90, Fp8PagesMayHaveAnySize) {
     EXPECT_TRUE(attention_sm90_fp8_refusals(spec_of(DType::fp8_e4m3, DType::fp8_e4m3, 128, 128, 4, page)).empty()) << page;
 }
 
-// `imbrex compile` ships what a plan may load: three regimes, those without maps, those that share items, the merge, for two types of
-// output; and the tables.
+// `imbrex compile` ships what a plan may load: three regimes, those without maps, those that share items, the merge, with and without parts
+// of shared prefixes, for two types of output; and the tables.
 TEST(AttentionSm90, EveryKernelOfAPlanIsListed) {
   const AttentionSpec spec = spec_of(DType::bf16, DType::bf16, 128, 128, 4, 16);
   const std::vector<KernelKey> keys = plan_kernels(kernels_sm90, kArch, spec);
@@ -83,9 +83,9 @@ TEST(AttentionSm90, EveryKernelOfAPlanIsListed) {
   EXPECT_EQ(count("attention_sm90_decode.cu"), 8);
   EXPECT_EQ(count("attention_sm90_verify.cu"), 4);
   EXPECT_EQ(count("attention_sm80.cu"), 2);
-  EXPECT_EQ(count("merge.cu"), 2);
+  EXPECT_EQ(count("merge.cu"), 4);
   EXPECT_EQ(count("plan_tables.cu") + count("plan_batch.cu"), 2);
-  EXPECT_EQ(keys.size(), 20u);
+  EXPECT_EQ(keys.size(), 22u);
   EXPECT_TRUE(plan_kernels(kernels_sm90, "sm_100a", spec).empty());
 }
 
