@@ -10,12 +10,12 @@
 namespace imbrex {
 namespace {
 
-constexpr int kBlockSize = 16;
+constexpr int kPrefixBlockSize = 16;
 
-int below(std::mt19937_64& random, int end) { return int(random() % uint64_t(end)); }
+int draw_below(std::mt19937_64& random, int end) { return int(random() % uint64_t(end)); }
 
-// Requests whose block ids follow a tree: each goes on from one before it, or begins anew.
-struct Requests {
+// PrefixBatch whose block ids follow a tree: each goes on from one before it, or begins anew.
+struct PrefixBatch {
   std::vector<int32_t> starts{0}, lens, table;
   int width = 0;
   Batch batch;
@@ -28,24 +28,24 @@ struct Requests {
   }
 };
 
-Requests random_requests(std::mt19937_64& random, int most_q) {
-  Requests made;
-  const int count = below(random, 40) + 1;
+PrefixBatch random_prefix_batch(std::mt19937_64& random, int most_q) {
+  PrefixBatch made;
+  const int count = draw_below(random, 40) + 1;
   made.width = 200;
   int next_id = 1;
   for (int r = 0; r < count; ++r) {
-    const bool other = below(random, 6) == 0;  // of another list, or padded
-    const int q_len = other ? (below(random, 3) == 0 ? 0 : most_q + 3) : 1 + below(random, most_q);
-    const int len = q_len == 0 ? 0 : q_len + below(random, below(random, 3) == 0 ? 900 : 3100);
+    const bool other = draw_below(random, 6) == 0;  // of another list, or padded
+    const int q_len = other ? (draw_below(random, 3) == 0 ? 0 : most_q + 3) : 1 + draw_below(random, most_q);
+    const int len = q_len == 0 ? 0 : q_len + draw_below(random, draw_below(random, 3) == 0 ? 900 : 3100);
     made.starts.push_back(made.starts.back() + q_len), made.lens.push_back(len);
-    const int same = r == 0 ? 0 : below(random, 5) == 0 ? 0 : 20 + below(random, made.width - 20);
+    const int same = r == 0 ? 0 : draw_below(random, 5) == 0 ? 0 : 20 + draw_below(random, made.width - 20);
     for (int b = 0; b < made.width; ++b) made.table.push_back(b < same ? made.table[made.table.size() - size_t(made.width)] : next_id++);
   }
   return made;
 }
 
-PrefixPolicy policy_of(int tile_q, int most_q) {
-  return {.block_size = kBlockSize,
+PrefixPolicy prefix_policy(int tile_q, int most_q) {
+  return {.block_size = kPrefixBlockSize,
           .tile_q = tile_q,
           .tile_kv = 64,
           .num_workers = 9,
@@ -59,7 +59,7 @@ PrefixPolicy policy_of(int tile_q, int most_q) {
 }
 
 // Each query's keys are in the parts of its merge, or in the item of its output, once and in order, and rows have one writer each.
-void expect_whole(const Requests& all, const PrefixPolicy& policy, const Schedule& list) {
+void expect_keys_once(const PrefixBatch& all, const PrefixPolicy& policy, const Schedule& list) {
   struct Written {
     const WorkItem* item;
     int token;
@@ -99,7 +99,8 @@ void expect_whole(const Requests& all, const PrefixPolicy& policy, const Schedul
         EXPECT_EQ(item.kv_begin, end);
         end = item.kv_end;
         const int32_t *const own = all.keys.ids_of(r), *const read = all.keys.ids_of(item.table);
-        for (int key = item.kv_begin; key < item.kv_end; key += kBlockSize) EXPECT_EQ(own[key / kBlockSize], read[key / kBlockSize]);
+        for (int key = item.kv_begin; key < item.kv_end; key += kPrefixBlockSize)
+          EXPECT_EQ(own[key / kPrefixBlockSize], read[key / kPrefixBlockSize]);
         const int seen_by_all = all.lens[size_t(r)] - q_len + 1;
         EXPECT_LE(item.kv_end, item.table != r ? seen_by_all : all.lens[size_t(r)]);
       };
@@ -125,9 +126,9 @@ TEST(SharedPrefixes, EveryQueryReadsItsKeysOnce) {
   int taken = 0, levels = 0, left = 0;
   for (int trial = 0; trial < 300; ++trial) {
     const int most_q = 1 + trial % 4;
-    Requests all = random_requests(random, most_q);
+    PrefixBatch all = random_prefix_batch(random, most_q);
     all.finish();
-    const PrefixPolicy policy = policy_of(std::max(most_q, 1 + trial % 17), most_q);
+    const PrefixPolicy policy = prefix_policy(std::max(most_q, 1 + trial % 17), most_q);
     Schedule list;
     list.num_work = -7;
     if (!share_prefixes(all.batch, all.keys, policy, list, scratch)) {
@@ -138,7 +139,7 @@ TEST(SharedPrefixes, EveryQueryReadsItsKeysOnce) {
     ++taken;
     EXPECT_EQ(list.num_work, int(list.work.size()));
     EXPECT_TRUE(std::ranges::is_sorted(list.work, std::greater{}, [](const WorkItem& w) { return w.kv_end - w.kv_begin; }));
-    expect_whole(all, policy, list);
+    expect_keys_once(all, policy, list);
     for (const MergeItem& merge : list.merges) levels += merge.num_splits > 3;
   }
   EXPECT_GT(taken, 60);
@@ -148,7 +149,7 @@ TEST(SharedPrefixes, EveryQueryReadsItsKeysOnce) {
 
 // A system prompt of 8192 tokens in front of 64 requests is read once for each tile of them.
 TEST(SharedPrefixes, APromptOfAllIsReadOnceForATile) {
-  Requests all;
+  PrefixBatch all;
   all.width = 520;
   int next_id = 1000;
   for (int r = 0; r < 64; ++r) {
@@ -158,21 +159,21 @@ TEST(SharedPrefixes, APromptOfAllIsReadOnceForATile) {
   all.finish();
   Schedule list;
   PrefixScratch scratch;
-  PrefixPolicy policy = policy_of(16, 4);
+  PrefixPolicy policy = prefix_policy(16, 4);
   ASSERT_TRUE(share_prefixes(all.batch, all.keys, policy, list, scratch));
   int64_t keys = 0;
   for (const WorkItem& item : list.work) keys += item.kv_end - item.kv_begin;
   EXPECT_EQ(keys, 4 * 8192 + 64 * 100);
-  expect_whole(all, policy, list);
+  expect_keys_once(all, policy, list);
   // Without room for its rows, merges, parts or items there is no such list.
   for (const auto& less : std::initializer_list<void (*)(PrefixPolicy&)>{
            [](PrefixPolicy& p) { p.most_work = 70; }, [](PrefixPolicy& p) { p.most_merges = 63; },
            [](PrefixPolicy& p) { p.most_parts = 100; }, [](PrefixPolicy& p) { p.most_partial_rows = 196; }}) {
-    policy = policy_of(16, 4);
+    policy = prefix_policy(16, 4);
     less(policy);
     EXPECT_FALSE(share_prefixes(all.batch, all.keys, policy, list, scratch));
   }
-  policy = policy_of(16, 4);
+  policy = prefix_policy(16, 4);
   all.lens[7] = 0;  // of an encoder that has seen nothing
   EXPECT_FALSE(share_prefixes(all.batch, all.keys, policy, list, scratch));
 }
