@@ -7,9 +7,9 @@
 namespace imbrex {
 namespace {
 
-constexpr int kLeastKeys = 256;   // of a prefix that is worth items of its own
-constexpr int kMostPercent = 80;  // of the keys that are read without shared items
-constexpr int64_t kLeastPiece = 256;
+constexpr int kLeastKeys = 256;       // of a prefix that is worth items of its own
+constexpr int kMostPercent = 80;      // of the keys that are read without shared items
+constexpr int64_t kLeastPiece = 256;  // keys, below which a partial result is not worth it
 
 using Item = PrefixScratch::Item;
 

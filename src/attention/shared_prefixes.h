@@ -1,7 +1,7 @@
 #pragma once
 // Neighbouring requests of a step that begin with the same blocks read these once, in items of the query tokens of all of them: with the
 // tiles of a kernel that has rows for many, on as many levels as there are. How a request's keys are cut depends on its neighbours then, as
-// in balanced lists; items that are shared without that are those of shared_keys.h.
+// in balanced lists; items that are shared without that are those of shared_keys.h. Used by balanced plans for GPUs (cuda/plan).
 #include <cstdint>
 #include <vector>
 

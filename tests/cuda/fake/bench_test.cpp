@@ -111,6 +111,10 @@ TEST_F(GpuBench, RequestsMayBeginWithTheSameBlocks) {
   EXPECT_NEAR(double(apart.cache_bytes - together.cache_bytes), kSaved, kAligned);
   EXPECT_EQ(apart.plan.find("shared by requests"), std::string::npos) << apart.plan;
   EXPECT_NE(together.plan.find("shared by requests"), std::string::npos) << together.plan;
+  options.balanced = true;
+  const BenchResult by_load = run(spec, requests);
+  EXPECT_GT(by_load.check_allowed, 0);
+  EXPECT_NE(by_load.plan, together.plan);
   spec.block_size = 0;
   EXPECT_EQ(test::error_code([&] { run(spec, requests); }), "bench.common_keys");
 }
