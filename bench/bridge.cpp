@@ -65,6 +65,7 @@ AttentionSpec spec_of(const json& j) {
 struct Planned {
   AttentionSpec spec;
   Device device;
+  bool host_table = false;  // where update() finds block tables, instead of in the device's memory
   std::unique_ptr<AttentionPlan> plan;
   std::string text;
   std::vector<int32_t> query_start, seq_lens, key_start;
@@ -81,6 +82,7 @@ Planned* make_plan(const json& j) {
   const DeviceInfo device = describe_device(j.at("device").get<std::string>());
   planned->spec = spec_of(j.at("spec"));
   planned->device = device.device;
+  planned->host_table = j.value("host_table", false);
   const std::string backend = j.at("backend");
   const Selection chosen = select(planned->spec, device, {.forced = backend == "auto" ? "" : backend});
   check(chosen.backend != nullptr, "backend.unsupported", "expected a backend for {}, got none: {}", planned->spec.str(), chosen.str());
@@ -90,7 +92,8 @@ Planned* make_plan(const json& j) {
                     .max_num_tokens = limits.at("tokens"),
                     .max_seq_len = limits.at("seq_len"),
                     .max_query_len = limits.at("query_len"),
-                    .min_query_len = limits.value("min_query_len", 0)};
+                    .min_query_len = limits.value("min_query_len", 0),
+                    .shared_prompts = limits.value("shared_prompts", false)};
   options.balanced = j.at("balanced");
   options.out_dtype = planned->spec.out_dtypes().front();
   planned->plan = chosen.backend->plan(planned->spec, device, options);
@@ -102,7 +105,7 @@ void update(Planned& p, int num_reqs, const int32_t* query_start, const int32_t*
   p.seq_lens.assign(seq_lens, seq_lens + num_reqs);
   p.batch = {.query_start_loc = p.query_start, .seq_lens = p.seq_lens};
   if (p.spec.block_size > 0) {
-    p.batch.block_table = TensorView::contiguous(keys, DType::i32, {num_reqs, columns}, p.device);
+    p.batch.block_table = TensorView::contiguous(keys, DType::i32, {num_reqs, columns}, p.host_table ? Device{} : p.device);
   } else {
     const auto* starts = static_cast<const int32_t*>(keys);
     p.key_start.assign(starts, starts + num_reqs + 1);
@@ -200,7 +203,8 @@ const char* imbrex_bench_describe(void* plan) {
   });
 }
 
-// keys: a block table i32 [num_reqs, columns] where the plan's device finds it, or ragged starts i32 [num_reqs + 1] on the host.
+// keys: a block table i32 [num_reqs, columns] where the plan's device finds it, or on the host if the plan was made with host_table; or
+// ragged starts i32 [num_reqs + 1] on the host.
 int imbrex_bench_update(void* plan, int num_reqs, const int32_t* query_start, const int32_t* seq_lens, void* keys, int64_t columns,
                         void* stream) {
   return guarded(-1, [&] { return update(*static_cast<Planned*>(plan), num_reqs, query_start, seq_lens, keys, columns, stream), 0; });

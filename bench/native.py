@@ -49,15 +49,16 @@ class Native:
 
 
 class Plan:
-    """limits: requests, tokens, seq_len, query_len. Addresses are integers; the caller keeps what they name alive."""
+    """limits: requests, tokens, seq_len, query_len, and where wanted min_query_len, shared_prompts. Addresses are integers; the caller keeps what
+    they name alive."""
 
-    def __init__(self, native: Native, device: str, backend: str, spec: dict, limits: dict, balanced: bool = False):
+    def __init__(self, native: Native, device: str, backend: str, spec: dict, limits: dict, balanced: bool = False, host_table: bool = False):
         self.native, self.handle = native, None
-        request = {"device": device, "backend": backend, "spec": spec, "limits": limits, "balanced": balanced}
+        request = {"device": device, "backend": backend, "spec": spec, "limits": limits, "balanced": balanced, "host_table": host_table}
         self.handle = native.checked(native.plan(json.dumps(request).encode()))
 
     def update(self, query_start: list[int], seq_lens: list[int], keys: int, columns: int = 0, stream: int = 0) -> None:
-        """keys: a block table [requests, columns] in the device's memory, or starts of ragged keys on the host."""
+        """keys: a block table [requests, columns] in the device's memory, or with host_table on the host, or starts of ragged keys on the host."""
         starts, lens = (c_int32 * len(query_start))(*query_start), (c_int32 * len(seq_lens))(*seq_lens)
         self.native.checked(self.native.update(self.handle, len(seq_lens), starts, lens, keys, columns, stream))
 

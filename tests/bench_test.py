@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
 
+import cascade_cells  # noqa: E402
 import cells  # noqa: E402
 import results  # noqa: E402
 import zoo  # noqa: E402
@@ -124,6 +125,20 @@ class Zoo(unittest.TestCase):
         self.assertEqual(wide.seen(300), 272 * 128 + sum(range(101, 129)))
 
 
+class CascadeCells(unittest.TestCase):
+    def test_a_cell_is_read_as_it_is_written(self):
+        for text in ("32/8:64x8192+100", "96/8:2x16+7q5"):
+            self.assertEqual(str(cascade_cells.Cell.parse(text)), text)
+        cell = cascade_cells.Cell.parse("96/8:64x8192+100q5")
+        self.assertEqual(cell, cascade_cells.Cell(q_heads=96, kv_heads=8, requests=64, common=8192, own=100, query=5))
+        self.assertEqual((cell.length, cell.tokens), (8292, 320))
+
+    def test_cells_that_cannot_be_are_refused(self):
+        for text in ("32/8:64x8192", "30/8:4x16+1", "32/0:4x16+1", "0/8:4x16+1", "32/8:4x17+1", "32/8:4x0+1", "32/8:0x16+1", "32/8:4x16+4q5", "32/8:4x16+0"):
+            with self.subTest(text), self.assertRaises(ValueError):
+                cascade_cells.Cell.parse(text)
+
+
 class Results(unittest.TestCase):
     def test_a_peer_in_this_process_replaces_its_older_figure(self):
         cell = by_name()["prefill/d128/16-16/16x1024/full"]
@@ -190,6 +205,14 @@ class Bridge(unittest.TestCase):
             self.assertGreater(plan.host_us(True, 3), 0)
             self.assertGreater(plan.host_us(False, 3), 0)
 
+    def test_plans_for_shared_prompts_with_tables_on_the_host(self):
+        with Plan(self.native, "cpu", "auto", SPEC, {**LIMITS, "shared_prompts": True}, host_table=True) as plan:
+            self.assertEqual(self.attend(plan, (ctypes.c_int32 * 2)(1, 0), 2, 2, 256), [0x3F80] * 128)
+        # Neither changes what a CPU computes; that they are read shows where they are of another type.
+        for changed in ({"limits": {**LIMITS, "shared_prompts": "yes"}}, {"limits": LIMITS, "host_table": "yes"}):
+            with self.subTest(changed), self.assertRaisesRegex(NativeError, "must be boolean"):
+                Plan(self.native, "cpu", "auto", SPEC, **changed)
+
     def test_ragged_rows(self):
         with self.plan(page=0) as plan:
             # Rows 4 to 9: four of 2.0 and two of 1.0, of which the first query does not see the last. 1.8 and 1.667.
@@ -237,8 +260,8 @@ class Bridge(unittest.TestCase):
 
 
 class Script(unittest.TestCase):
-    def run_script(self, *arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, str(ROOT / "scripts/gpu_bench.py"), *arguments], capture_output=True, text=True)
+    def run_script(self, *arguments: str, script: str = "gpu_bench.py") -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, str(ROOT / "scripts" / script), *arguments], capture_output=True, text=True)
 
     def test_list_and_wrong_arguments(self):
         self.assertEqual(self.run_script("--list").stdout.split(), [cell.name for cell in cells.load()])
@@ -247,6 +270,13 @@ class Script(unittest.TestCase):
             missing = self.run_script("--object", f"{folder}/absent.so")
         self.assertEqual(missing.returncode, 2)
         self.assertIn("imbrex_bench", missing.stderr)
+
+    def test_arguments_of_gpu_cascade(self):
+        self.assertIn("--flashinfer", self.run_script("--help", script="gpu_cascade.py").stdout)
+        for arguments, said in ((["32/8:4x17+1"], "whole pages of 16"), (["--library", "absent.so"], "imbrex_bench")):
+            wrong = self.run_script(*arguments, script="gpu_cascade.py")
+            self.assertEqual(wrong.returncode, 2)
+            self.assertIn(said, wrong.stderr)
 
 
 if __name__ == "__main__":
