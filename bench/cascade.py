@@ -1,6 +1,7 @@
 """Requests behind one prompt on a GPU: imbrex and FlashInfer in one process, in turn, over the same pages, with float64 beside them."""
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,16 +56,15 @@ class Problem:
         return worst
 
 
-def imbrex_ways(native: Native, problem: Problem, longest: int, keep: list[Plan]) -> dict[str, Callable[[], Attend]]:
-    """`keep` gets the plans, which the caller closes."""
+def imbrex_ways(native: Native, problem: Problem, longest: int, plans: dict[str, Plan]) -> dict[str, Callable[[], Attend]]:
+    """`plans` gets the plan of each way, which the caller closes."""
     cell = problem.cell
     spec = {"q_heads": cell.q_heads, "kv_heads": cell.kv_heads, "head_dim": HEAD_DIM, "scale": SCALE, "kv": "bf16", "page": PAGE, "causal": True}
 
-    def way(shared: bool, balanced: bool) -> Attend:
+    def way(name: str, shared: bool, balanced: bool) -> Attend:
         limits = {"requests": cell.requests, "tokens": cell.tokens, "seq_len": max(longest, cell.length), "query_len": cell.query,
                   "min_query_len": cell.query if cell.query > 1 else 0, "shared_prompts": shared}  # fmt: skip
-        plan = Plan(native, "cuda:0", "auto", spec, limits, balanced, host_table=True)
-        keep.append(plan)
+        plan = plans[name] = Plan(native, "cuda:0", "auto", spec, limits, balanced, host_table=True)
         starts = [cell.query * i for i in range(cell.requests + 1)]
         stream = torch.cuda.current_stream().cuda_stream
         plan.update(starts, [cell.length] * cell.requests, problem.host_table.data_ptr(), problem.host_table.shape[1], stream)
@@ -78,10 +78,10 @@ def imbrex_ways(native: Native, problem: Problem, longest: int, keep: list[Plan]
 
         return attend
 
-    ways = {"imbrex, shared and balanced": lambda: way(True, True), "imbrex, apart": lambda: way(False, False)}
+    kinds = {"imbrex, shared and balanced": (True, True), "imbrex, apart": (False, False)}
     if cell.query == 1:  # drafts share in balanced plans alone
-        ways["imbrex, shared with the bits of apart"] = lambda: way(True, False)
-    return ways
+        kinds["imbrex, shared with the bits of apart"] = (True, False)
+    return {name: functools.partial(way, name, *kind) for name, kind in kinds.items()}
 
 
 def flashinfer_ways(problem: Problem) -> dict[str, Callable[[], Attend]]:
@@ -103,17 +103,31 @@ def flashinfer_ways(problem: Problem) -> dict[str, Callable[[], Attend]]:
         wrapper.plan(page_starts, problem.table.flatten(), last, *heads, **types, **drafts)
         return lambda cache: wrapper.run(problem.q, cache)
 
-    def cascade(backends: tuple[str, str] | None) -> Attend:
-        """backends: of the prompt and of own keys, where the wrapper is not to choose itself."""
+    def cascade(backends: tuple[str, str] | None, by_hand: bool = False) -> Attend:
+        """backends: of the prompt and of own keys, where the wrapper is not to choose itself. by_hand: what its run() does, without filling
+        the outputs with zeros first."""
         wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace, "NHD")
-        for level, backend in zip(wrapper._batch_prefill_wrappers, backends or ()):
+        levels = wrapper._batch_prefill_wrappers
+        for level, backend in zip(levels, backends or ()):
             level._backend = backend
         wrapper.plan([ints([0, cell.tokens]), starts], [ints([0, prompt]), ints(i * own for i in range(cell.requests + 1))],
                      [problem.prompt_pages, problem.own_pages.flatten()], [ints([PAGE]), last], *heads, causal=cell.query > 1, **types)  # fmt: skip
-        return lambda cache: wrapper.run(problem.q, cache)
+        if not by_hand:
+            return lambda cache: wrapper.run(problem.q, cache)
+        outs = [torch.empty_like(problem.q) for _ in levels]
+        lses = [torch.empty(cell.tokens, cell.q_heads, dtype=torch.float32, device="cuda") for _ in levels]
+
+        def attend(cache: torch.Tensor) -> torch.Tensor:
+            for level, out, lse in reversed(list(zip(levels, outs, lses))):
+                level.run(problem.q, cache, out=out, lse=lse, return_lse=True)
+            flashinfer.cascade.merge_state_in_place(outs[1], lses[1], outs[0], lses[0])
+            return outs[1]
+
+        return attend
 
     ways = {"FlashInfer, cascade": lambda: cascade(None), "FlashInfer, cascade, fa2": lambda: cascade(("fa2", "fa2"))}
-    ways["FlashInfer, cascade, fa3 then fa2"] = lambda: cascade(("fa3", "fa2"))
+    ways["FlashInfer, cascade by hand, fa2"] = lambda: cascade(("fa2", "fa2"), True)
+    ways["FlashInfer, cascade by hand, fa3, fa2"] = lambda: cascade(("fa3", "fa2"), True)
     ways["FlashInfer, apart"] = lambda: apart(True)
     if cell.query == 1:  # its other kernel of decode takes one token of a request
         ways["FlashInfer, apart, no tensor cores"] = lambda: apart(False)
@@ -141,12 +155,13 @@ class Row:
     way: str
     us: list[float]  # of a call, in each replay
     error: float = float("nan")
+    plan: str = ""  # what imbrex says of its plan
     refused: str = ""
 
 
 def measure(native: Native, cell: Cell, caches: int, *, flashinfer: bool, calls: int, rounds: int, ms: float, longest: int, seed: int) -> list[Row]:
-    problem, keep = Problem(cell, caches, seed), []
-    ways = imbrex_ways(native, problem, longest, keep)
+    problem, plans = Problem(cell, caches, seed), {}
+    ways = imbrex_ways(native, problem, longest, plans)
     if flashinfer:
         ways |= flashinfer_ways(problem)
     rows, captured = {name: Row(name, []) for name in ways}, {}
@@ -162,7 +177,8 @@ def measure(native: Native, cell: Cell, caches: int, *, flashinfer: bool, calls:
         for name, way in captured.items():
             rows[name].us += [1e3 * each for each in way.graph.replays(ms)]
     captured.clear()
-    for plan in keep:
+    for name, plan in plans.items():
+        rows[name].plan = str(plan)
         plan.close()
     return list(rows.values())
 

@@ -7,8 +7,8 @@ keys): "32/8:64x8192+100", "96/8:64x8192+100q5". Keys are bf16, heads of 128 dim
 libraries are given the same pages in the same order. With several caches the calls of a graph take turns at them, as layers of a model do, so
 that keys come from DRAM.
 
-FlashInfer's cascade is timed as its wrapper chooses (FA3 on Hopper), with FA2 on both levels, and with FA3 for the prompt and FA2 for the rest.
-"apart" reads the prompt once for every request.
+FlashInfer's cascade is timed as its wrapper chooses (FA3 on Hopper) and with FA2 on both levels; "by hand" are the wrapper's kernels without the
+fills in front of them, with FA2 or with FA3 for the prompt and FA2 for the rest. "apart" reads the prompt once for every request.
 """
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ms", type=float, default=20, help="milliseconds of a turn (default: %(default)s)")
     parser.add_argument("--longest", type=int, default=131072, help="tokens of a request that plans are made for (default: %(default)s)")
     parser.add_argument("--tolerance", type=float, default=0.02, help="greatest error of a right output (default: %(default)s)")
+    parser.add_argument("--plans", action="store_true", help="print what imbrex says of its plans")
     parser.add_argument("--seed", type=int, default=11)
     args = parser.parse_args()
     if not args.library.exists():
@@ -70,6 +71,9 @@ def main() -> int:
                                    ms=args.ms, longest=args.longest, seed=args.seed)  # fmt: skip
             wrong |= any(not row.refused and not row.error <= args.tolerance for row in rows)
             print(cascade.table(cell, caches, rows, args.tolerance), flush=True)
+            for row in rows if args.plans else ():
+                if row.plan:
+                    print(f"{row.way}: {row.plan}", flush=True)
     return int(wrong)
 
 
