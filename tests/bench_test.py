@@ -134,7 +134,8 @@ class CascadeCells(unittest.TestCase):
         self.assertEqual((cell.length, cell.tokens), (8292, 320))
 
     def test_cells_that_cannot_be_are_refused(self):
-        for text in ("32/8:64x8192", "30/8:4x16+1", "32/0:4x16+1", "0/8:4x16+1", "32/8:4x17+1", "32/8:4x0+1", "32/8:0x16+1", "32/8:4x16+4q5", "32/8:4x16+0"):
+        batches = ("64x8192", "4x17+1", "4x0+1", "0x16+1", "4x16+4q5", "4x16+0", "4x16+4q0")
+        for text in [f"32/8:{batch}" for batch in batches] + ["30/8:4x16+1", "32/0:4x16+1", "0/8:4x16+1"]:
             with self.subTest(text), self.assertRaises(ValueError):
                 cascade_cells.Cell.parse(text)
 
