@@ -144,6 +144,7 @@ class Captured:
 
             return call
 
+        self.attend = attend  # with the memory that the graph reads
         self.graph = protocols.Graph([call_of(cache) for cache in caches], count=-(-calls // len(caches)) * len(caches))
         self.out.fill_(float("nan"))
         self.graph.graph.replay()

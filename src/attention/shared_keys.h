@@ -17,11 +17,29 @@ struct SharePolicy {
   // Items that run at a time. A shared item has fewer tokens where it would be more than half of what each of them has to do. 0: an item
   // takes as long for many tokens as for one, so that this does not matter.
   int num_workers = 0;
+  // For shorten_runs(): what items of several requests cost a list beside their keys, in keys of a worker. A list that would end sooner by
+  // less shares nothing; one with costs below 0 shares what it can.
+  int overhead_keys = 0;
   // Only keys that each of the item's queries sees are shared: the queries' positions are then of no account.
   bool seen_by_all = false;
   // With seen_by_all: a mask that has windows or chunks. Kernels take the query tokens of a shared item to stand behind each other from its
   // last key on, so most_tokens of them see all of its keys there too. Null: there are none.
   const Mask* windows = nullptr;
+};
+
+// SharePolicy::overhead_keys of plans for GPUs, fitted on an H200 to steps of 2 to 16 requests of 600 to 8292 keys, 32/8 and 32/2 heads:
+// the shortest of these take longer with shared items. Tests, whose steps are shorter, let plans share wherever they can while one of these
+// lives.
+inline int plan_overhead_keys = 250;
+class ShareWherever {
+ public:
+  ShareWherever() { plan_overhead_keys = -(1 << 20); }
+  ~ShareWherever() { plan_overhead_keys = before_; }
+  ShareWherever(const ShareWherever&) = delete;
+  ShareWherever& operator=(const ShareWherever&) = delete;
+
+ private:
+  const int before_ = plan_overhead_keys;
 };
 
 // Whether an item of this layer is the same for queries at any positions that see all of its keys: no logit depends on a position or on
@@ -62,10 +80,10 @@ struct ShareScratch {
 // item may be a run of them only where all its requests have that run. A list without such items stays as it is.
 void share_keys(const Batch&, const KeySource&, const SharePolicy&, Schedule&, ShareScratch&);
 
-// For a list that cut() has made, in front of write_work() and share_keys(): false if no two of its requests begin with the same block, so
-// that there is nothing to share. Where some do, and the policy allows runs of pieces, runs of these requests get one length: the one with
-// which the list ends soonest if what they have in common is read once for as many of them as an item takes. Runs that end within the
-// common keys can be shared; long ones seldom do.
+// For a list that cut() has made, in front of write_work() and share_keys(): false if no two of its requests begin with the same block, or
+// if the list would hardly end sooner, so that there is nothing to share. Where it would, and the policy allows runs of pieces, runs of
+// these requests get one length: the one with which the list ends soonest if what they have in common is read once for as many of them as
+// an item takes. Runs that end within the common keys can be shared; long ones seldom do.
 bool shorten_runs(const Batch&, const KeySource&, const SharePolicy&, const SchedulePolicy&, Schedule&, ShareScratch&);
 
 }  // namespace imbrex

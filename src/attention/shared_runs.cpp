@@ -22,14 +22,14 @@ class Shortening {
     if (!two_begin_with_one_block()) return false;
     if (!policy_.runs || policy_.balanced || policy_.max_splits <= 0) return true;
     collect();
-    for (const CutItem& item : list_.items) cost_ += cost_of(item, run_of(item), 0, 1), rows_ += partial_rows(item);
-    bool changed = false;
+    for (const CutItem& item : list_.items) add(all_, item, run_of(item), 0, 1);
+    bool pays = false;
     for (size_t begin = 0, end = 0; begin < s_.starts.size(); begin = end) {
       while (end < s_.starts.size() && same_start(s_.starts[begin], s_.starts[end])) ++end;
-      if (end - begin > 1) changed = choose_run({s_.starts.data() + begin, end - begin}) || changed;
+      if (end - begin > 1) pays = choose_run({s_.starts.data() + begin, end - begin}) || pays;
     }
-    if (changed) number_anew();
-    return true;
+    if (pays) number_anew();
+    return pays;
   }
 
  private:
@@ -99,20 +99,28 @@ class Shortening {
     return int(std::min<int64_t>(seen, (differ - ids) * int64_t(share_.block_size)));
   }
 
-  // What an item costs a worker, in keys. Runs within the first `common` keys are shared by as many requests as `sharers`.
-  int64_t cost_of(const CutItem& item, int run, int common, int sharers) const {
+  // Of a list; in keys, tasks and partial rows.
+  struct Cost {
+    double keys = 0, tasks = 0;
+    int64_t rows = 0, longest = 0;  // longest: of the runs that are chosen
+  };
+  // Adds what an item costs, `times` of it. Runs within the first `common` keys are shared by as many requests as `sharers`.
+  void add(Cost& list, const CutItem& item, int run, int common, int sharers, int times = 1) const {
     constexpr int kTaskKeys = 300, kMergePercent = 60;  // as in soonest_runs() of cut_item.h
     const int64_t split = int64_t(piece_of(item)) * run, splits = splits_of(item, run), shared = split == 0 ? 0 : common / split;
     const int64_t merge = splits > 1 ? splits * num_queries(item.whole) * policy_.split_kv_each * kMergePercent / 100 : 0;
-    return shared * (split + kTaskKeys) / sharers + keys_of(item) - shared * split + (splits - shared) * kTaskKeys + merge;
+    const double tasks = double(shared) / sharers + double(splits - shared);
+    list.keys += times * (double(shared * split) / sharers + double(keys_of(item) - shared * split + merge) + tasks * kTaskKeys);
+    list.tasks += times * tasks;
+    list.rows += times * (splits > 1 ? splits * num_queries(item.whole) : 0);
   }
-
-  // Of a list; in keys, and partial rows.
-  struct Cost {
-    int64_t keys, rows, longest;  // longest: of the runs that are chosen
-  };
   // A bound of the time in which the workers end a list: what each has to do, and the longest item, which may begin last.
-  int64_t time_of(const Cost& list) const { return list.keys / workers_ + list.longest; }
+  double time_of(const Cost& list) const { return list.keys / workers_ + double(list.longest); }
+  // That of a list with few tasks, whose workers have a multiprocessor each: so they take less for an item.
+  double time_alone(const Cost& list) const {
+    const double each = std::max(policy_.workers_each, 1);
+    return list.keys / workers_ + double(list.longest) * std::clamp(list.tasks / workers_, 1 / each, 1.);
+  }
 
   const CutItem& item_of(const Start& start) const { return list_.items[size_t(start.item)]; }
   static int64_t longest_run(const CutItem& item, int run) { return std::min<int64_t>(keys_of(item), int64_t(run) * piece_of(item)); }
@@ -128,30 +136,31 @@ class Shortening {
     }
     const int sharers = std::min<int>(share_.most_tokens / same[0].queries, int(same.size()));
     const int64_t most_rows = policy_.most_partial_rows > 0 ? policy_.most_partial_rows - policy_.first_partial : INT64_MAX;
-    constexpr int kWorthwhile = 90;  // per cent of the time without sharing: a smaller gain may be none
-    const int64_t allowed = time_of({cost_, rows_, longest}) * kWorthwhile / 100;
+    constexpr double kWorthwhile = 95;  // per cent of the time without sharing: a smaller gain may be none
+    Cost apart = all_;
+    apart.longest = longest;
     Cost best{};
     int best_run = 0;
     size_t best_count = 0;
     for (int run = policy_.most_in_run; run >= 1; run /= kPiecesTogether) {
-      Cost list{cost_, rows_, 0};
+      Cost list = all_;
       size_t count = 0;  // of requests that get such runs
       bool any = false;
       for (const Start& start : same) {
         const CutItem& item = item_of(start);
-        const int splits = splits_of(item, run);
-        const int64_t more_rows = (splits > 1 ? int64_t(splits) * start.queries : 0) - partial_rows(item);
-        if (list.rows + more_rows > most_rows) break;
-        ++count, list.rows += more_rows;
-        list.keys += cost_of(item, run, start.common, sharers) - cost_of(item, run_of(item), 0, 1);
+        Cost more = list;
+        add(more, item, run_of(item), 0, 1, -1);
+        add(more, item, run, start.common, sharers);
+        if (more.rows > most_rows) break;
+        ++count, list = more;
         list.longest = std::max(list.longest, longest_run(item, run));
         any = any || int64_t(run) * start.piece <= start.common;
       }
       if (count < same.size()) list.longest = std::max(list.longest, longest);
-      if (any && time_of(list) < (best_run == 0 ? allowed : time_of(best))) best = list, best_run = run, best_count = count;
+      if (any && (best_run == 0 || time_of(list) < time_of(best))) best = list, best_run = run, best_count = count;
     }
-    if (best_run == 0) return false;
-    cost_ = best.keys, rows_ = best.rows;
+    if (best_run == 0 || time_alone(best) + share_.overhead_keys > time_alone(apart) * kWorthwhile / 100) return false;
+    all_ = best, all_.longest = 0;
     for (const Start& start : same.first(best_count)) set_run(list_.items[size_t(start.item)], start.piece, best_run);
     return true;
   }
@@ -185,7 +194,7 @@ class Shortening {
   Schedule& list_;
   ShareScratch& s_;
   const int64_t workers_;
-  int64_t cost_ = 0, rows_ = 0;  // of the list
+  Cost all_;  // of the list
 };
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention/kv_codec.h"
+#include "attention/shared_keys.h"
 #include "cuda/driver/memory.h"
 #include "cuda/graph.h"
 #include "imbrex/backend.h"
@@ -173,6 +174,7 @@ class GraphAgainstEager {
   }
 
  private:
+  const ShareWherever plans_;  // steps are short
   struct Side {
     std::unique_ptr<imbrex::Plan> plan;
     DeviceBuffer k, v, out, lse, table, slots, mask, starts, lens;

@@ -9,6 +9,7 @@
 
 #include "attention/kv_codec.h"
 #include "attention/reference.h"
+#include "attention/shared_keys.h"
 #include "core/check.h"
 #include "core/float_types.h"
 
@@ -423,6 +424,7 @@ bool holds(KvFormat format, const AttentionSpec& of_case) {
 }
 
 RunResult run_case(const BackendOf<AttentionFamily>& backend, const DeviceInfo& device, const CaseInputs& in, const RunOptions& options) {
+  const ShareWherever plans;
   return Runner(backend, device, in, options).run();
 }
 

@@ -8,6 +8,7 @@
 namespace imbrex::cuda {
 
 constexpr int kKeptItems = 64;
+constexpr int kMostLanes = most_merge_lanes(kHeadDimV), kSomeLanes = kMostLanes < 2 ? kMostLanes : 2;  // of a row's eight dims
 static_assert(kEights <= kMergeThreads);
 
 struct SharedStorage {
@@ -42,13 +43,12 @@ DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_h
 
 // Merges rows of an item, with no more lanes than it has splits for, so that every lane has something to load.
 DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_head, int share, int shares, bool are_short) {
-  constexpr int kMost = most_merge_lanes(kHeadDimV), kSome = kMost < 2 ? kMost : 2;
   if (item.num_splits <= kPiecesTogether) {
     merge_rows<1>(p, item, kv_head, share, shares, are_short);
-  } else if (item.num_splits <= kSome * kPiecesTogether) {
-    merge_rows<kSome>(p, item, kv_head, share, shares, are_short);
+  } else if (item.num_splits <= kSomeLanes * kPiecesTogether) {
+    merge_rows<kSomeLanes>(p, item, kv_head, share, shares, are_short);
   } else {
-    merge_rows<kMost>(p, item, kv_head, share, shares, are_short);
+    merge_rows<kMostLanes>(p, item, kv_head, share, shares, are_short);
   }
 }
 
@@ -63,18 +63,25 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __gri
     items[i] = list.counts == nullptr ? 0 : list.counts->num_merges;
     all += items[i] * p.num_kv_heads * list.shares;
   }
-  // Where these are more than the blocks, an item has so few shares that none is empty, however few splits there are.
-  const int fewer = all > int(gridDim.x) ? most_merge_lanes(kHeadDimV) : 1;
+  bool any_long = false;
+#pragma unroll
+  for (int i = 0; i < kPlanRegimes; ++i) {
+    const int thread = int(threadIdx.x);
+    if (thread >= min(items[i], kKeptItems)) continue;
+    const MergeItem item = p.merge_lists[i].items[thread];
+    shared.items[i][thread] = item;
+    any_long = any_long || item.num_splits > kSomeLanes * kPiecesTogether;
+  }
+  any_long = __syncthreads_or(any_long) != 0;
+  // Where there are more shares than blocks, an item has so few that none is empty, however few splits there are. Rows of many splits need
+  // all of them, so that no block has several such rows when others have none left.
+  constexpr int kMostEach = 32;
+  const bool all_shares = all <= int(gridDim.x) || (any_long && all <= kMostEach * int(gridDim.x));
+  const int fewer = all_shares ? 1 : kMostLanes;
   const auto shares_of = [&](int list) { return (p.merge_lists[list].shares + fewer - 1) / fewer; };
   all = 0;
 #pragma unroll
   for (int i = 0; i < kPlanRegimes; ++i) ends[i] = all += items[i] * p.num_kv_heads * shares_of(i);
-#pragma unroll
-  for (int i = 0; i < kPlanRegimes; ++i) {
-    const int thread = int(threadIdx.x);
-    if (thread < min(items[i], kKeptItems)) shared.items[i][thread] = p.merge_lists[i].items[thread];
-  }
-  __syncthreads();
   if (p.lists_are_there && (int(blockIdx.x) < all || blockIdx.x == 0)) griddep_wait();
   for (int task = int(blockIdx.x); task < all; task += int(gridDim.x)) {
     int list = 0, begin = 0, num_items = items[0];

@@ -169,12 +169,15 @@ class LanesPlan final : public AttentionPlan {
  private:
   static constexpr int kSharedMemory = 227 << 10;  // of a thread block of an H200
 
-  // As the CUDA plan does, for a batch with block tables.
+  // As the CUDA plan does, for a batch with block tables, but wherever it can.
   void share(const SchedulePolicy& policy) {
     KeySource keys;
     find_keys(batch_, keys);
-    const SharePolicy share{
-        .block_size = spec_.block_size, .most_tokens = policy.tile_q, .seen_by_all = true, .windows = windows_of(spec_.mask)};
+    const SharePolicy share{.block_size = spec_.block_size,
+                            .most_tokens = policy.tile_q,
+                            .overhead_keys = -(1 << 20),
+                            .seen_by_all = true,
+                            .windows = windows_of(spec_.mask)};
     ShareScratch scratch;
     if (!shorten_runs(batch_, keys, share, policy, schedule_, scratch)) return;
     schedule_.work.resize(size_t(schedule_.num_work));

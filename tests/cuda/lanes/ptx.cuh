@@ -139,6 +139,7 @@ inline bool named_barrier_any(int id, int threads, bool x) {
   return found;
 }
 inline void __syncthreads() { named_barrier_sync(0, lanes::block.threads); }
+inline int __syncthreads_or(int x) { return named_barrier_any(0, lanes::block.threads, x != 0); }
 
 inline u32 bits_of(float x) { return std::bit_cast<u32>(x); }
 inline float float_of(u32 x) { return std::bit_cast<float>(x); }
