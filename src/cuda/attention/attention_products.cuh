@@ -18,7 +18,7 @@ constexpr bool kOneScale = kPlainLogits && !kPowerScaled;                     //
 // Sums of scores that a warp keeps side by side and adds at the end: with few keys, products would wait for the one before.
 constexpr int kScoreSums = kKeyTiles * kRowTiles <= 2 && !kExact ? 2 : 1;
 
-// Whether a row's mask_mod() becomes bits in a loop: unrolled, the masks of many keys and rows take more registers than there are.
+// Whether what rows see beside a mask_mod() becomes bits first: there are too many keys and rows for registers otherwise.
 constexpr bool kMaskBits = kTeamKeys >= 64 && kRowTiles > 1;
 static_assert(!kMaskMod || !(kCustomMask || kTree));
 
@@ -258,15 +258,10 @@ class Scores {
         ExpressionInputs in{};
         if constexpr (kMaskMod) in = expression_inputs(p_, slot_.item, row, p_.mask_tensors);
         if constexpr (kMaskMod && kMaskBits) {
-          u32 seen = 0;  // bit 2 j + c: column 8 j + c
-#pragma unroll 1
-          for (int bit = 0; bit < kTeamKeys / 4; ++bit) {
-            const int key = bit / 2 * 8 + bit % 2;
-            seen |= u32(key < hi && (!kWindow || key >= lo) && mask_mod(of_key(in, first + key))) << bit;
-          }
-          each_of_row(s[m], h, [=](float& x, int key) {
-            if ((seen >> (key / 8 * 2 + key % 8) & 1) == 0) x = -infinity();
-          });
+          u32 seen[1];
+          set_seen_bits<kTeamKeys>(seen,
+                                   [=](int, int key) { return key < hi && (!kWindow || key >= lo) && mask_mod(of_key(in, first + key)); });
+          hide_unseen(seen[0], h, s[m]);
           continue;
         }
         u64 word = 0;
