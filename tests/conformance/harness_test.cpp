@@ -121,6 +121,30 @@ TEST(Harness, FindsWrongOutputs) {
   }
 }
 
+// A sum of thousands of floats is further off than the exponentials in it; but by less than a key of the sum.
+TEST(Harness, KnowsWhatRoundingMakesOfLongSums) {
+  constexpr int kKeys = 6000, kLanes = 4;
+  Case c = *find_case("dtype_f32_f32_decode");
+  c.requests = {{1, kKeys, 0}};
+  const Expected expected = expect(make_inputs(c));
+  const auto failure_of = [&](double off) {
+    RunResult result;
+    result.out = expected.out, result.lse = expected.lse;
+    result.lse.back() = float(double(result.lse.back()) + off);
+    return judge(expected, result).failure;
+  };
+  double worst = 0;  // of what lanes may make of keys that all weigh the same
+  for (float weight = 0.5f; weight < 1.f; weight += 0.01f) {
+    float sum = 0;
+    for (int i = 0; i < kKeys / kLanes; ++i) sum += weight;
+    worst = std::max(worst, std::abs(std::log(double(sum) / (double(weight) * kKeys / kLanes))));
+  }
+  EXPECT_GT(worst, 2 * (expected.bounds.lse_absolute + expected.bounds.lse_relative * std::abs(expected.lse.back())));
+  EXPECT_EQ(failure_of(worst), "");
+  EXPECT_EQ(failure_of(-worst), "");
+  for (const double wrong : {1e-3, -1e-3, std::log1p(-1. / kKeys), std::log1p(1. / kKeys)}) EXPECT_NE(failure_of(wrong), "") << wrong;
+}
+
 TEST(Harness, FindsWrongCacheContents) {
   FaultyBackend backend;
   backend.truncate_keys = true;

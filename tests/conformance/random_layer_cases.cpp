@@ -176,9 +176,7 @@ RecurrentCase random_recurrent_case(uint64_t seed) {
     r.id = int(c.requests.size());
     c.requests.push_back(std::move(r));
   }
-  // The rule for states has no part of what the delta rule makes of roundings between steps, where channels decay unequally.
-  const bool judged = c.spec.state_dtype == DType::f32 || !c.spec.delta || !c.spec.channel_gate;
-  if (!has_drafts(c.requests) && judged && dice.one_in(3)) c.chunk = dice.from_to(1, 70);
+  if (!has_drafts(c.requests) && dice.one_in(3)) c.chunk = dice.from_to(1, 70);
   c.gaps = dice.pick({Gaps::none, Gaps::aligned, Gaps::odd});
   c.padding_tokens = dice.below(4);
   c.float_gates = dice.one_in(2), c.shared_weight = dice.one_in(3), c.other_sources = dice.one_in(3);

@@ -120,6 +120,26 @@ TEST(RecurrentCases, FindTreesThatAreComputedAsChains) {
   EXPECT_GE(cases, 20);
 }
 
+// Channels that forget have the roundings of those that do not, by the delta rule; a mistake is larger than these.
+TEST(RecurrentCases, AllowWhatRoundingsBetweenStepsMakeOfUnequalChannels) {
+  for (const DType type : {DType::bf16, DType::f16})
+    for (const RecurrentValues values : {RecurrentValues::plain, RecurrentValues::forgetful, RecurrentValues::extreme})
+      for (const int chunk : {1, 8, 50}) {
+        RecurrentCase c{.name = "steps", .spec = recurrent_layer("kda"), .requests = {{.q_len = 150}, {.q_len = 33, .context_len = 20}}};
+        c.spec.state_dtype = type, c.chunk = chunk, c.values = values;
+        const RecurrentCaseInputs in = make_inputs(c);
+        const RecurrentExpected expected = expect(in, chunk);
+        const auto result_of = [&](const RecurrentCaseInputs& of) {
+          return judge(expected, in, run_case(*find_backend<RecurrentFamily>("reference"), probe_cpu(), of, default_options(c)));
+        };
+        const std::string what = fmt::format("{} values {} chunk {}", to_string(type), int(values), chunk);
+        EXPECT_EQ(result_of(in).failure, "") << what;
+        RecurrentCaseInputs other = in;
+        other.spec.beta_scale = 1.1f;
+        EXPECT_FALSE(result_of(other).pass()) << what;
+      }
+}
+
 INSTANTIATE_TEST_SUITE_P(
     All, RecurrentMistakes,
     testing::Values(RecurrentMistake{"layout", "gdn_", [](RecurrentSpec& s) { s.layout = StateLayout::k_first; }},

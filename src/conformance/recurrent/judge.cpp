@@ -36,7 +36,8 @@ class ExactHead {
         expected_(expected),
         s_(size_t(in.head_numbers())),
         error_(s_.size()),
-        spread_(size_t(in.spec.head_dim_v)) {}
+        spread_(size_t(in.spec.head_dim_v)),
+        rounded_(size_t(in.spec.head_dim_v)) {}
 
   void run(int chunk) {
     const StateCaseRequest& r = in_.requests[request_];
@@ -50,7 +51,7 @@ class ExactHead {
       if (chunk > 0 && t > 0 && t % chunk == 0) hand_on();
       if (t >= r.q_len - r.drafts && spec_.tree_drafts) {
         const Row& parent = rows_[size_t(r.parent_of(t) + 1 - (r.q_len - r.drafts))];
-        s_ = parent.numbers, error_ = parent.errors, spread_ = parent.spread;
+        s_ = parent.numbers, error_ = parent.errors, spread_ = parent.spread, rounded_ = parent.rounded;
       }
       step();
       if (t + 1 >= r.q_len - r.drafts) take_state(t + 1 - (r.q_len - r.drafts));
@@ -70,15 +71,15 @@ class ExactHead {
       const auto at = size_t(at_of(row) + index_of(i));
       expected_.state[at] = s_[i];
       expected_.allowed_state[at] =
-          error_[i] + spread_[i % size_t(spec_.head_dim_v)] + precision.rounding * std::abs(s_[i]) + precision.smallest;
+          error_[i] + of_others(i % size_t(spec_.head_dim_v)) + precision.rounding * std::abs(s_[i]) + precision.smallest;
     }
     if (!spec_.tree_drafts) return;
     hand_on();
-    rows_[size_t(row)] = {s_, error_, spread_};
+    rows_[size_t(row)] = {s_, error_, spread_, rounded_};
   }
 
-  // A step ends, or a draft begins from a row: the state is rounded. The delta rule spreads the errors that the channels of a value have
-  // among them.
+  // A step ends, or a draft begins from a row: the state is rounded. The delta rule spreads what that makes of the channels of a value over
+  // all of them.
   void hand_on() {
     const auto dim_v = size_t(spec_.head_dim_v);
     const double rounding = precision_of(spec_.state_dtype).rounding;
@@ -86,10 +87,13 @@ class ExactHead {
       double squares = 0;
       for (size_t i = v; i < s_.size(); i += dim_v) squares += s_[i] * s_[i];
       const double mean = std::sqrt(squares * double(dim_v) / double(s_.size()));
-      for (size_t i = v; i < s_.size(); i += dim_v) error_[i] += rounding * (std::abs(s_[i]) + (spec_.delta ? mean : 0));
+      for (size_t i = v; i < s_.size(); i += dim_v) error_[i] += rounding * std::abs(s_[i]);
+      if (spec_.delta) rounded_[v] += rounding * mean;
     }
   }
 
+  // What a number of a value's column may have from the column's other channels.
+  double of_others(size_t v) const { return spread_[v] + rounded_[v]; }
   double number(const HostTensor& t, int64_t head, int64_t i) const { return t.get((token_ * t.sizes[1] + head) * t.sizes[2] + i); }
   static double of_channel(const HostTensor& t, int head, int k) {
     return t.empty() ? 0 : t.sizes.size() == 2 ? t.get(head * t.sizes[1] + k) : t.get(head);
@@ -122,7 +126,7 @@ class ExactHead {
     constexpr double kTimes = 3;
     if (!spec_.tree_drafts || !spec_.delta || spec_.state_dtype == DType::f32) return 0;
     double squares = 0;
-    for (size_t c = 0; c < k.size(); ++c) squares += std::pow(k[c] * error_[c * size_t(spec_.head_dim_v) + v], 2);
+    for (size_t c = 0; c < k.size(); ++c) squares += std::pow(k[c] * (error_[c * size_t(spec_.head_dim_v) + v] + rounded_[v]), 2);
     return kTimes * std::sqrt(squares);
   }
 
@@ -144,7 +148,7 @@ class ExactHead {
         error_[c * dim_v + v] = factor * error_[c * dim_v + v] + unit * (1 + std::abs(g)) * std::abs(x) + kSmallestFloat;
       }
     }
-    for (double& e : spread_) e *= slowest;
+    for (size_t v = 0; v < dim_v; ++v) spread_[v] *= slowest, rounded_[v] *= slowest;
     const double beta = spec_.delta ? beta_of(spec_, in_.beta.get(token_ * spec_.num_v_heads + head_)) : 1;
     const double scaled = spec_.scaled_values ? step_size(spec_, gate_of(0)) : 1, share = share_of_step(spec_, gate_of(0));
     for (size_t v = 0; v < dim_v; ++v) {
@@ -171,10 +175,10 @@ class ExactHead {
         double& off = error_[c * dim_v + v];
         off += unit * (std::abs(k[c]) * size + std::abs(x)) + std::abs(k[c]) * (of_factors_ * size + lost + of_rows);
         if (is_off && !spec_.delta) off += written.off[c] * std::abs(u) + (std::abs(k[c]) + written.off[c]) * off_u;
-        if (query.is_off) error += query.off[c] * (std::abs(x) + off + spread_[v]);
+        if (query.is_off) error += query.off[c] * (std::abs(x) + off + of_others(v));
         y += q[c] * x;
         terms += std::abs(q[c] * x);
-        error += std::abs(q[c]) * off;
+        error += std::abs(q[c]) * (off + rounded_[v]);
       }
       const size_t at = (size_t(token_) * size_t(spec_.num_v_heads) + size_t(head_)) * dim_v + v;
       const Precision precision = precision_of(spec_.dtype);
@@ -195,8 +199,11 @@ class ExactHead {
   // How long the difference of a value's column may be because the convolution rounds otherwise: of one token, it is in the channels where
   // its key is off. The delta rule takes it to others, and makes it no longer; without that rule it is a part of error_.
   std::vector<double> spread_;
+  // What roundings between steps may have made of each number of a value's column, at the root of its mean square. The delta rule takes it
+  // from channels to others, also to those that forget more; the column's length it only takes down, so it decays as its slowest channel.
+  std::vector<double> rounded_;
   struct Row {
-    std::vector<double> numbers, errors, spread;
+    std::vector<double> numbers, errors, spread, rounded;
   };
   std::vector<Row> rows_;  // of drafts that may be a tree: where they may begin
 };

@@ -18,7 +18,7 @@ constexpr bool kOneScale = kPlainLogits && !kPowerScaled;                     //
 // Sums of scores that a warp keeps side by side and adds at the end: with few keys, products would wait for the one before.
 constexpr int kScoreSums = kKeyTiles * kRowTiles <= 2 && !kExact ? 2 : 1;
 
-// Whether a row's mask_mod() becomes bits in a loop: unrolled, the masks of many keys and rows take more registers than there are.
+// Whether what rows see beside a mask_mod() becomes bits first: there are too many keys and rows for registers otherwise.
 constexpr bool kMaskBits = kTeamKeys >= 64 && kRowTiles > 1;
 static_assert(!kMaskMod || !(kCustomMask || kTree));
 
@@ -83,8 +83,9 @@ DEVICE void pack_planes(float2 x, int i, u32 (&a)[kQPlanes][4]) {
 
 // --- scores
 
-// The scores of a warp's rows. `kept`: fragments of queries stay in registers.
-template <class Layout, bool kept>
+// The scores of a warp's rows. `kept`: fragments of queries stay in registers. `ranges_kept`: so does which keys the rows see; a warp that
+// finds this for each tile has all rows of an item.
+template <class Layout, bool kept, bool ranges_kept = true>
 class Scores {
  public:
   using Tile = TiledFragment<kTeamKeys>[kRowTiles];
@@ -96,7 +97,7 @@ class Scores {
     q_ = q + row_ * kQRowBytes + (lane_ % 16) * kQRowBytes + lane_ / 16 * 16;
     k_lane_ = Layout::lane(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2, Layout::kKRow);
     const int last = min(row_ + kWarpRows, item.num_rows) - 1;
-    if (row_ <= last) {
+    if (ranges_kept && row_ <= last) {
       const RowsSeen seen = seen_by_rows(p, item, row_, last);
       some_ = {max(item.lo, seen.some.lo), min(item.hi, seen.some.hi)};
       all_ = {max(item.lo, seen.all.lo), min(item.hi, seen.all.hi)};
@@ -121,13 +122,18 @@ class Scores {
   }
 
   // Whether a row sees any of the keys [begin, begin + kTeamKeys).
-  DEVICE bool sees(int begin) const { return begin < some_.hi && (!kWindow || begin + kTeamKeys > some_.lo); }
+  DEVICE bool sees(int begin) const {
+    if constexpr (ranges_kept) return begin < some_.hi && (!kWindow || begin + kTeamKeys > some_.lo);
+    const KeyRange some{slot_.item.lo, slot_.item.hi};
+    return begin < some.hi && (!kWindow || begin + kTeamKeys > some.lo);
+  }
 
   // Computes the scores of these keys, which are in shared memory at `k`; -inf where a key is hidden from a row. `shown`: mask_mod() hides
   // none of them.
   DEVICE void compute(int begin, u32 k, Tile& s, bool shown = false) const {
     multiply_keys(k + k_lane_, s);
-    const bool whole = !kCustomMask && (!kMaskMod || shown) && (!kWindow || begin >= all_.lo) && begin + kTeamKeys <= all_.hi;
+    const KeyRange all = seen_by_all();
+    const bool whole = !kCustomMask && (!kMaskMod || shown) && (!kWindow || begin >= all.lo) && begin + kTeamKeys <= all.hi;
     if constexpr (!kPlainLogits) modify(begin, s);
     if (!whole) hide(begin, s);
   }
@@ -143,6 +149,16 @@ class Scores {
 
  private:
   using QFragments = u32[kRowTiles][kQPlanes][4];
+
+  // Keys that all of the warp's rows see.
+  DEVICE KeyRange seen_by_all() const {
+    static_assert(ranges_kept || kRowWarps == 1);
+    if constexpr (ranges_kept) return all_;
+    const Item& item = slot_.item;
+    const int first = computed_here(row_), last = min(first + kWarpRows, item.num_rows) - 1;
+    const KeyRange seen = seen_by_rows(p_, item, first, last).all;
+    return {max(item.lo, seen.lo), min(item.hi, seen.hi)};
+  }
 
   DEVICE void load_q(int step, QFragments& a) const {
 #pragma unroll
@@ -258,15 +274,10 @@ class Scores {
         ExpressionInputs in{};
         if constexpr (kMaskMod) in = expression_inputs(p_, slot_.item, row, p_.mask_tensors);
         if constexpr (kMaskMod && kMaskBits) {
-          u32 seen = 0;  // bit 2 j + c: column 8 j + c
-#pragma unroll 1
-          for (int bit = 0; bit < kTeamKeys / 4; ++bit) {
-            const int key = bit / 2 * 8 + bit % 2;
-            seen |= u32(key < hi && (!kWindow || key >= lo) && mask_mod(of_key(in, first + key))) << bit;
-          }
-          each_of_row(s[m], h, [=](float& x, int key) {
-            if ((seen >> (key / 8 * 2 + key % 8) & 1) == 0) x = -infinity();
-          });
+          u32 seen[1];
+          set_seen_bits<kTeamKeys>(seen,
+                                   [=](int, int key) { return key < hi && (!kWindow || key >= lo) && mask_mod(of_key(in, first + key)); });
+          hide_unseen(seen[0], h, s[m]);
           continue;
         }
         u64 word = 0;
@@ -289,7 +300,7 @@ class Scores {
   float scale_;  // kOneScale: of all rows
   const int lane_, row_;
   u32 q_, k_lane_;                   // where this lane's rows of the fragments begin
-  KeyRange some_{0, 0}, all_{0, 0};  // keys that some, and that all of the warp's rows see
+  KeyRange some_{0, 0}, all_{0, 0};  // ranges_kept: keys that some, and that all of the warp's rows see
   QFragments q_kept_[kept ? kSteps : 1];
 };
 

@@ -241,9 +241,8 @@ class Consumer {
     compute_columns(p_, item(), max(ahead_, 0) * kTileKeys, ahead);
   }
   DEVICE int* columns() const { return columns_at(k_.at); }
-  DEVICE int* columns_at(int stage) const {
-    return shared_.columns_of(kManyDims ? warp_id() / 4 : wg_, stage);
-  }                                                                            // with many dims wg_ is not kept
+  // Where there are many dims, the warpgroup's number is computed anew: no register is left to keep wg_ in.
+  DEVICE int* columns_at(int stage) const { return shared_.columns_of(kManyDims ? warp_id() / 4 : wg_, stage); }
   DEVICE void meet() const { named_barrier_sync(1 + kConsumers + wg_, 128); }  // of the warpgroup
   DEVICE static void leave(u64& barrier) { leave_stage(barrier, int(threadIdx.x) % 128); }
   DEVICE void skip(u64& full, u32 parity, u64& empty) const {

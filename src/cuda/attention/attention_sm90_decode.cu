@@ -38,9 +38,8 @@ class Consumer {
         team_(warp / kRowWarps),
         barrier_(1 + crew * kCrewBarriers + group_),
         values_barrier_(1 + crew * kCrewBarriers + kRowWarps + 1 + team_) {
-    const u32 weights = shared_address(shared.weights[0]) + 16 * group_ * kWeightRow;
-    weights_to_ = weights + lane_ / 4 * kWeightRow + (team_ * kTeamKeys + lane_ % 4 * 2) * 2;
-    weights_from_ = weights + lane_ % 16 * kWeightRow + lane_ / 16 * 16;
+    weights_to_ = written_weights(lane_);
+    weights_from_ = shared_address(shared.weights[0]) + 16 * group_ * kWeightRow + lane_ % 16 * kWeightRow + lane_ / 16 * 16;
     v_lane_ = VRows::lane(lane_ % 16, team_ * (kTeamDims / kPieceDims) + lane_ / 16, VRows::kVRow);
   }
 
@@ -63,7 +62,10 @@ class Consumer {
   }
 
  private:
-  using ItemScores = Scores<KRows, kQKept>;
+  // Beside a score_mod registers are short, so what can be found for each tile is not kept. Positions that are given would have to be
+  // loaded.
+  static constexpr bool kFindsAgain = kScoreMod && kRowWarps == 1;
+  using ItemScores = Scores<KRows, kQKept, !kFindsAgain || kGivenPositions>;
   using ScoreTile = TiledFragment<kTeamKeys>[1];
 
   DEVICE void run_item(const Item& item, const ItemScores& scores) {
@@ -127,6 +129,10 @@ class Consumer {
     if (lane_id() == int(any_lane(read == kHardlyEver))) mbarrier_arrive(shared_address(&barrier));
   }
   DEVICE void meet() const { named_barrier_sync(barrier_, 32 * kTeams); }
+  // Where a lane writes its weights.
+  DEVICE u32 written_weights(int lane) const {
+    return shared_address(shared_.weights[0]) + (16 * group_ + lane / 4) * kWeightRow + (team_ * kTeamKeys + lane % 4 * 2) * 2;
+  }
   DEVICE int row_of(int h) const { return 16 * group_ + 8 * h + lane_ / 4; }
   DEVICE static float& of_team(float4& four, int team) { return reinterpret_cast<float*>(&four)[team]; }
 
@@ -164,6 +170,7 @@ class Consumer {
       moved = moved || moves;
     }
     if (any_lane(moved)) piece.rescale(factor);
+    const u32 to = kFindsAgain ? written_weights(computed_here(lane_)) : weights_to_;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float scale = scores.factor_left(row_of(h));
@@ -172,7 +179,7 @@ class Consumer {
         const float2 x = pair(s[0], n, h);
         const float low = exp2_approx(fmaf(x.x, scale, -piece.reference[h])), high = exp2_approx(fmaf(x.y, scale, -piece.reference[h]));
         piece.sum[h] += low, piece.sum[h] += high;
-        store_shared(weights_to_ + odd_ * kWeightBytes + 8 * h * kWeightRow + n * 16, pack(low, high));
+        store_shared(to + odd_ * kWeightBytes + 8 * h * kWeightRow + n * 16, pack(low, high));
       }
     }
   }
@@ -264,7 +271,7 @@ class Consumer {
   const AttentionParams& p_;
   SharedStorage& shared_;
   const int lane_, group_, team_, barrier_, values_barrier_;  // group_: of rows
-  u32 weights_to_, weights_from_, v_lane_;                    // where this lane writes and reads
+  u32 weights_to_, weights_from_, v_lane_;                    // where this lane writes (unless kFindsAgain) and reads
   Ring<kStages> k_, v_;
   int odd_ = 0;  // which of two the tile that is weighed next has
 };

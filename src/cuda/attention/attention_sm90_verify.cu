@@ -37,30 +37,17 @@ using Sums = FragmentSums<Fragment<kTeamDims>>;
 // Whether what a row sees through windows is part of the words below, and is found for each tile: it would be in registers meanwhile.
 constexpr bool kShownInWindow = kMaskMod && kWindow;
 
-// Which of a tile's keys the user's mask_mod shows to rows `row` and `row` + 8: of column 8 j + c of a thread, bit 2 j + c. A loop, in
-// which few elements of tensors are loaded at a time, and therefore in front of products.
+// Which of a tile's keys the user's mask_mod shows to rows `row` and `row` + 8: found in front of products.
 using ShownWords = u32[2];
 DEVICE void set_shown(const AttentionParams& p, const Item& item, int row, int begin, ShownWords& shown) {
   const ExpressionInputs in[2] = {expression_inputs(p, item, row, p.mask_tensors), expression_inputs(p, item, row + 8, p.mask_tensors)};
   Rows rows;
   if constexpr (kShownInWindow) set_seen(rows, p, item, row);
-  shown[0] = shown[1] = 0;
-#pragma unroll 1
-  for (int bit = 0; bit < kTileKeys / 4; ++bit) {
-    const int key = begin + first_column() + bit / 2 * 8 + bit % 2;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const bool seen = !kShownInWindow || (key >= rows.seen[h].lo && key < rows.seen[h].hi);
-      shown[h] |= u32(seen && mask_mod(of_key(in[h], key))) << bit;
-    }
-  }
-}
-DEVICE void hide_others(const ShownWords& shown, Scores& s) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-    each_of_row(s, h, [word = shown[h]](float& x, int key) {
-      if ((word >> (key / 8 * 2 + key % 8) & 1) == 0) x = -infinity();
-    });
+  const int first = begin + first_column();
+  set_seen_bits<kTileKeys>(shown, [&](int h, int column) {
+    const int key = first + column;
+    return (!kShownInWindow || (key >= rows.seen[h].lo && key < rows.seen[h].hi)) && mask_mod(of_key(in[h], key));
+  });
 }
 
 class Consumer {
@@ -167,7 +154,7 @@ class Consumer {
       hide_in_tree(p_, shared_.item[item_slot().at], first_row() + matrix_row(), tile * kTileKeys, s);
     } else if constexpr (edge) {
       if constexpr (!kShownInWindow) hide(tile * kTileKeys, rows, s);
-      if constexpr (kMaskMod) hide_others(shown, s);
+      if constexpr (kMaskMod) hide_unseen(shown[0], 0, s), hide_unseen(shown[1], 1, s);
     }
     return weigh(p_, tile * kTileKeys, rows, s, sums.reference, sums.sum, factor, kSlack, kFresh);
   }

@@ -159,7 +159,7 @@ DEVICE void end_sums(const RecurrentParams& p, const Unit& unit, int value, cons
 // Two numbers of neighbouring tokens that a lane has in tile i of Columns.
 DEVICE float2 of_tokens(const float* numbers, int i) { return *reinterpret_cast<const float2*>(numbers + 8 * i + lane_id() % 4 * 2); }
 
-// The same, loaded in front of a wait for products.
+// All such pairs of a lane, in registers: they are loaded in front of a wait for products, so that the loads take no time behind it.
 template <int blocks>
 struct TokenNumbers {
   float2 of[2 * blocks];

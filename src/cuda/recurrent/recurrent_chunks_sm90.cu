@@ -286,8 +286,7 @@ DEVICE void store_chunks(const RecurrentParams& p, const TensorMap& out) {
 }
 
 // The block's units behind its first one, which a warp of its own finds while others are computed: that takes as long as half a chunk, or
-// more. Meanwhile the states that they begin with come to L2. Where two blocks share a multiprocessor, one computes while the other one
-// finds.
+// more. Meanwhile the states that they begin with come to L2. Where two blocks share a multiprocessor, one computes while the other finds.
 constexpr bool kFindsAhead = kBlocksTogether == 1;
 static_assert(sizeof(Unit) == 64);
 DEVICE Unit& found_unit() { return *reinterpret_cast<Unit*>(block_memory() + Stage::unit_at); }
@@ -307,6 +306,7 @@ DEVICE void find_units(const RecurrentParams& p) {
     __syncwarp();
   }
 }
+// Goes on to the block's next unit: the one that find_units() has found, or one that is found here. `parity`: of the wait for it.
 DEVICE void take_next(const RecurrentParams& p, Unit& unit, u32& parity) {
   if constexpr (!kFindsAhead) return unit.next(p);
   const Stage first = stage_at(0);
