@@ -29,7 +29,7 @@ class Shortening {
       if (end - begin > 1) pays = choose_run({s_.starts.data() + begin, end - begin}) || pays;
     }
     if (pays) number_anew();
-    return pays;
+    return pays || share_.overhead_keys < 0;
   }
 
  private:
