@@ -154,7 +154,7 @@ void Plan::share(const Batch& batch, Step& next, int& rows) {
   share_keys(batch, next.keys, share, list, share_scratch_);
 }
 
-// The kernel of verify may take the requests of decode too, with the keys that neighbours have in common in items of them all.
+// The kernel of verify's list may take the requests of decode too, with the keys that neighbours have in common in items of them all.
 bool Plan::share_prefixes(const Batch& batch, Step& next, int& rows) {
   Schedule &decode = next.schedules[kDecode], &verify = next.schedules[kVerify];
   const RegimePlan& s = regimes_[kVerify];
@@ -169,6 +169,7 @@ bool Plan::share_prefixes(const Batch& batch, Step& next, int& rows) {
                             .split_cost = s.policy.split_cost,
                             .max_q = most_q,
                             .first_partial = others > 0 ? rows : 0,
+                            .most_percent = most_prefix_percent(spec_),
                             .most_work = int64_t(s.work.capacity),
                             .most_merges = int64_t(s.merges.capacity),
                             .most_parts = int64_t(s.merge_parts.capacity),
