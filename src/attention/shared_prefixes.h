@@ -12,9 +12,9 @@ namespace imbrex {
 
 struct PrefixPolicy {
   int block_size = 1;
-  int tile_q = 1, tile_kv = 1;  // as in SchedulePolicy, and so are the others up to first_partial
+  int tile_q = 1, tile_kv = 1;  // as in SchedulePolicy, and so are num_workers and first_partial
   int num_workers = 1;
-  int split_cost = 0;
+  int split_cost = 0;  // keys that an item costs besides its own
   int max_q = 1;  // query tokens of the requests that the list is of; others are in other lists
   int first_partial = 0;
   int most_percent = 80;  // of the keys of a list without shared items, up to which one with such ends sooner

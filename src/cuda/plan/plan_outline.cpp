@@ -66,7 +66,10 @@ void make_room_for_prefixes(PlanOutline& o, const AttentionSpec& spec, const Pla
 
 Regime prefix_kernel(const AttentionSpec& spec) { return codec_of(spec).values_in_keys ? kPrefill : kVerify; }
 
-int most_prefix_percent(const AttentionSpec& spec) { return codec_of(spec).values_in_keys ? 70 : 80; }
+PrefixCosts prefix_costs(const AttentionSpec& spec) {
+  constexpr PrefixCosts kOfLatents{70, 128}, kOfOthers{80, 0};
+  return codec_of(spec).values_in_keys ? kOfLatents : kOfOthers;
+}
 
 bool may_share_prefixes(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec) {
   const bool latents = codec_of(spec).values_in_keys;

@@ -213,8 +213,8 @@ TEST_P(PlanConformance, LatentsWithTheSameBlocksShareItems) {
   };
   const auto plain = [](AttentionSpec&) {};
   const auto bytes = [](AttentionSpec& spec) { spec.kv_dtype = DType::fp8_e4m3; };
-  const std::vector<CaseRequest> behind_two{{1, 600, 0}, {1, 620, 0}, {1, 610, 0}, {1, 605, 0}, {0, 0, 2}, {1, 590, 1},
-                                            {1, 640, 1}, {2, 620, 0}, {1, 600, 0}, {1, 600, 0}, {1, 9, 3}, {91, 150, 4}};  // the mirror puts arrays on the host
+  const std::vector<CaseRequest> behind_two{{1, 1300, 0}, {1, 1320, 0}, {1, 1310, 0}, {1, 1305, 0}, {0, 0, 2}, {1, 1290, 1},
+                                            {1, 1300, 1}, {2, 1320, 0}, {1, 1300, 0}, {1, 1300, 0}, {1, 9, 3}, {91, 150, 4}};  // the mirror puts arrays on the host
   const char *const pair = "attention_sm90_latent_pair", *const few = "attention_sm90_latent_decode", *const none = "";
   for (const int group : {4, 16, 32}) run(group, 16, pair, plain, behind_two);
   run(64, 16, none, plain, behind_two);
