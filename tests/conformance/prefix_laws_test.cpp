@@ -45,7 +45,7 @@ TEST_P(PrefixLaws, BalancedListsOfLatentsAreWithinTheBounds) {
   int ran = 0;
   for (const Layer& layer : {Layer{16, 64}, {8, 16}, {32, 16}, {20, 8}, {64, 16}, {16, 1}, {12, 16, DType::bf16, 25.f}, {16, 64, DType::fp8_e4m3},
                              {8, 1, DType::fp8_e4m3}, {16, 64, DType::fp8_e4m3, 0.f, KvFormat::fp8_ds_mla}}) {
-    if (layer.group != 16 && !GetParam().on_gpu()) continue;
+    if (ran > 0 && !GetParam().on_gpu()) break;
     Case c;
     c.name = "latent_prefix", c.seed = uint64_t(layer.group);
     c.spec = {.num_q_heads = layer.group, .num_kv_heads = 1, .head_dim_qk = 576, .head_dim_v = 512, .kv_dtype = layer.kv,
