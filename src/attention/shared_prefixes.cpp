@@ -8,7 +8,6 @@ namespace imbrex {
 namespace {
 
 constexpr int kLeastKeys = 256;       // of a prefix that is worth items of its own
-constexpr int kMostPercent = 80;      // of the keys that are read without shared items
 constexpr int64_t kLeastPiece = 256;  // keys, below which a partial result is not worth it
 
 using Item = PrefixScratch::Item;
@@ -109,7 +108,7 @@ class Prefixes {
     for (size_t i = 0; i < s_.requests.size(); ++i) apart += cost(length(int(i)));
     cost_ = 0;
     for (const Item& item : s_.items) cost_ += cost(item.kv_end - item.kv_begin);
-    return cost_ * 100 <= apart * kMostPercent;
+    return cost_ * 100 <= apart * policy_.most_percent;
   }
 
   // Each worker gets its share of the list. Rows of the partial buffers are numbered.

@@ -12,11 +12,12 @@ namespace imbrex {
 
 struct PrefixPolicy {
   int block_size = 1;
-  int tile_q = 1, tile_kv = 1;  // as in SchedulePolicy, and so are the others up to first_partial
+  int tile_q = 1, tile_kv = 1;  // as in SchedulePolicy, and so are num_workers and first_partial
   int num_workers = 1;
-  int split_cost = 0;
+  int split_cost = 0;  // keys that an item costs besides its own
   int max_q = 1;  // query tokens of the requests that the list is of; others are in other lists
   int first_partial = 0;
+  int most_percent = 80;  // of the keys of a list without shared items, up to which one with such ends sooner
   // What there is room for.
   int64_t most_work = 0, most_merges = 0, most_parts = 0, most_partial_rows = 0;
 };
@@ -36,8 +37,8 @@ struct PrefixScratch {
   std::vector<int> parts_of, first_parts;  // items of the requests, one request behind the other
 };
 
-// Makes the list of the requests with 1 to max_q query tokens if some share so much that the list ends sooner by a fifth than one without
-// shared items, and there is room; not where one of them has no keys. False: it is left as it was. The list has no Schedule::items; its
+// Makes the list of the requests with 1 to max_q query tokens if some share so much that it is worth it (most_percent), and there is room;
+// not where one of them has no keys. False: it is left as it was. The list has no Schedule::items; its
 // work is in order, and its merges have parts. Every query has to see all keys in front of its request's queries, and logits must not
 // depend on positions (is_position_free()).
 bool share_prefixes(const Batch&, const KeySource&, const PrefixPolicy&, Schedule&, PrefixScratch&);

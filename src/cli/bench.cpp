@@ -120,7 +120,8 @@ std::vector<CLI::Option*> added_options(CLI::App& sub, const std::function<void(
 bool is_for_mla(const CLI::Option* option) {
   static const std::set<std::string> kNames{"--model",      "--heads",          "--q-dtype",       "--kv-dtype", "--kv-format",
                                             "--block-size", "--scale",          "--sinks",         "--window",   "--window-right",
-                                            "--chunk",      "--chunk-lookback", "--bidirectional", "--tree"};
+                                            "--chunk",      "--chunk-lookback", "--bidirectional", "--tree",
+                                            "--common-keys", "--balanced"};
   return kNames.count(option->get_name()) > 0;
 }
 
@@ -274,6 +275,7 @@ void add_bench(CLI::App& app, Action& action) {
       "  imbrex bench 64q1s8292 --common-keys 8192 --device cuda:0\n"
       "  imbrex bench --cases '^shape_.*decode' --backend cpu_generic\n"
       "  imbrex bench --family mla --heads 16 64q1s4k q4k 16q2s8k\n"
+      "  imbrex bench --family mla --absorbed --heads 16 64q1s8292 --common-keys 8192 --balanced --device cuda:0\n"
       "  imbrex bench --family short_conv --dim 2048 q8k 8q1s16 32q5s1k\n"
       "  imbrex bench --family short_conv --form plain --activation silu --dim 8192 --width 4 q8k 64q1s4k   (Qwen3-Next)\n"
       "  imbrex bench --family recurrent --layer kimi-linear q2k 64q1s4k\n"

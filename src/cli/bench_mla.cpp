@@ -13,7 +13,8 @@ int run_mla_bench(const BenchArguments& o, const DeviceInfo& device, const Paral
   const auto specs = mla_specs_of(o.spec, o.mla, o.heads_given);
   serve::Ceilings ceilings;
   if (!o.no_ceilings) ceilings = serve::ceilings_of(device, o.threads);
-  const serve::MlaBenchOptions options = bench_options<serve::MlaBenchOptions>(o, threads);
+  serve::MlaBenchOptions options = bench_options<serve::MlaBenchOptions>(o, threads);
+  options.common_keys = o.bench.common_keys, options.balanced = o.bench.balanced;
   serve::Table table{{"case", "backend", ">µs", ">best µs", ">noise %", gpu ? ">KV TB/s" : ">KV GB/s", gpu ? ">TFLOP/s" : ">GFLOP/s",
                       ">of ceiling", ">plan µs"},
                      {}};

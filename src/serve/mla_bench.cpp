@@ -28,7 +28,7 @@ class MlaProblem {
  public:
   MlaProblem(const BackendOf<MlaFamily>& backend, const MlaSpec& spec, const DeviceInfo& device, const std::vector<BenchRequest>& requests,
              const MlaBenchOptions& options, const DeviceStream& stream)
-      : spec_(spec), requests_(requests), stream_(stream), synthetic_(options.seed) {
+      : spec_(spec), requests_(requests), stream_(stream), synthetic_(options.seed), common_keys_(options.common_keys) {
     make_tables(options.seed);
     const int64_t tokens = starts_.back(), rows = int64_t(spec.qk_nope_dim) + spec.v_dim;
     q_ = stream.copy_of(rows_of(Side::q, 0, tokens * spec.num_heads, spec.q_dim(), spec.dtype).view());
@@ -69,11 +69,12 @@ class MlaProblem {
   void make_tables(uint64_t seed) {
     int max_blocks = 1;
     const auto blocks_of = [&](const BenchRequest& r) { return (r.seq_len + spec_.block_size - 1) / spec_.block_size; };
-    for (const BenchRequest& r : requests_) {
+    for (size_t i = 0; i < requests_.size(); ++i) {
+      const BenchRequest& r = requests_[i];
       starts_.push_back(starts_.back() + r.q_len);
       lens_.push_back(r.seq_len);
       key_start_.push_back(key_start_.back() + r.seq_len);
-      num_blocks_ += blocks_of(r);
+      num_blocks_ += blocks_of(r) - common_keys(i) / spec_.block_size;
       max_blocks = std::max(max_blocks, blocks_of(r));
       limits_.max_seq_len = std::max(limits_.max_seq_len, r.seq_len);
       limits_.max_query_len = std::max(limits_.max_query_len, r.q_len);
@@ -82,16 +83,27 @@ class MlaProblem {
     }
     limits_.max_num_reqs = int(requests_.size());
     limits_.max_num_tokens = std::max(starts_.back(), 1);
+    limits_.shared_prompts = common_keys_ > 0;
     num_blocks_ = std::max<int64_t>(num_blocks_, 1);
     std::vector<int32_t> ids(static_cast<size_t>(num_blocks_));
     std::iota(ids.begin(), ids.end(), 0);
     std::shuffle(ids.begin(), ids.end(), std::mt19937_64(seed));
     table_.assign(requests_.size() * size_t(max_blocks), 0);
     size_t next = 0;
-    for (size_t r = 0; r < requests_.size(); ++r)
-      for (int b = 0; b < blocks_of(requests_[r]); ++b) table_[r * size_t(max_blocks) + size_t(b)] = ids[next++];
+    for (size_t r = 0; r < requests_.size(); ++r) {
+      const int common = common_keys(r) / spec_.block_size;
+      std::copy_n(table_.begin(), common, table_.begin() + int64_t(r) * max_blocks);
+      for (int b = common; b < blocks_of(requests_[r]); ++b) table_[r * size_t(max_blocks) + size_t(b)] = ids[next++];
+    }
     batch_.query_start_loc = starts_, batch_.seq_lens = lens_, batch_.draft_parents = parents_;
     batch_.block_table = TensorView::contiguous(table_.data(), DType::i32, {int64_t(requests_.size()), max_blocks});
+  }
+
+  // Keys whose blocks are those of request 0.
+  int common_keys(size_t request) const {
+    if (request == 0) return 0;
+    const BenchRequest &first = requests_[0], &r = requests_[request];
+    return std::min({common_keys_, first.seq_len - first.q_len, r.seq_len - r.q_len}) / spec_.block_size * spec_.block_size;
   }
 
   bool is_tree(const BenchRequest& r) const { return spec_.mask.tree && r.q_len <= kMostTreeTokens; }
@@ -132,6 +144,16 @@ class MlaProblem {
     return int(std::clamp<int64_t>(stream_.free_bytes() / 10 * 9 / copy_bytes_, 1, wanted));
   }
 
+  // Latents [0, count) of a request.
+  HostTensor latents_of(size_t request, int64_t count) const {
+    const int64_t common = std::min<int64_t>(common_keys(request), count);
+    HostTensor latents = rows_of(Side::k, 0, common, spec_.latent_dim(), new_dtype());
+    const HostTensor own = rows_of(Side::k, key_start_[request] + common, count - common, spec_.latent_dim(), new_dtype());
+    latents.bytes.insert(latents.bytes.end(), own.bytes.begin(), own.bytes.end());
+    latents.sizes[0] = count;
+    return latents;
+  }
+
   void write_caches(const BackendOf<MlaFamily>&, const DeviceInfo&, const MlaBenchOptions&);
 
   const MlaSpec spec_;
@@ -142,6 +164,7 @@ class MlaProblem {
   std::vector<int32_t> starts_{0}, lens_, parents_, table_;
   std::vector<int64_t> key_start_{0};
   int64_t num_blocks_ = 0, copy_bytes_ = 0;
+  const int common_keys_;
   Batch batch_;
   DeviceTensor q_, out_, lse_, sinks_;
   std::vector<Copy> copies_;
@@ -153,7 +176,7 @@ void MlaProblem::write_caches(const BackendOf<MlaFamily>& backend, const DeviceI
       spec_, device, {.limits = {1, kLatentsAtOnce, std::max(limits_.max_seq_len, kLatentsAtOnce)}, .threads = options.threads});
   const int64_t rank = spec_.kv_lora_rank;
   for (size_t r = 0; r < requests_.size(); ++r) {
-    for (int begin = 0; begin < requests_[r].seq_len; begin += kLatentsAtOnce) {
+    for (int begin = common_keys(r); begin < requests_[r].seq_len; begin += kLatentsAtOnce) {
       const int end = std::min(begin + kLatentsAtOnce, requests_[r].seq_len);
       const TensorView blocks = batch_.block_table.slice(0, int64_t(r), int64_t(r) + 1);
       std::vector<int64_t> slots;
@@ -185,7 +208,7 @@ MlaCaseInputs MlaProblem::sample(int request, int query, int head) const {
   CaseInputs& a = in.attention;
   a.requests = {{1, seq_len, 0}};
   a.spec = in.spec.latent_spec();
-  a.k = rows_of(Side::k, key_start_[size_t(request)], in_order, dim, new_dtype());
+  a.k = latents_of(size_t(request), in_order);
   for (const int t : path) {
     const HostTensor key = rows_of(Side::k, key_start_[size_t(request)] + context + t, 1, dim, new_dtype());
     a.k.bytes.insert(a.k.bytes.end(), key.bytes.begin(), key.bytes.end());
@@ -265,7 +288,8 @@ MlaBenchResult bench(const BackendOf<MlaFamily>& backend, const MlaSpec& spec, c
   const MlaProblem problem(backend, spec, device, requests, options, *stream);
   result.copy_bytes = problem.copy_bytes();
   result.copies = problem.copies();
-  const auto plan = backend.plan(spec, device, {.limits = problem.limits(), .threads = options.threads});
+  const auto plan =
+      backend.plan(spec, device, {.limits = problem.limits(), .threads = options.threads, .balanced = options.balanced});
   result.captured = stream->asynchronous() && plan->capturable();
   result.plan_s = best_seconds([&] { plan->update(problem.batch(), stream->get()); });
   result.plan = plan->str();

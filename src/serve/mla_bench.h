@@ -20,7 +20,9 @@ MlaWork work_of(const MlaSpec&, const std::vector<BenchRequest>&);
 struct MlaBenchOptions : TimingOptions {
   uint64_t seed = 1;
   int copies = 0;  // caches and weights to rotate over, as the layers of a model do; 0: one on a CPU, so many that none is in L2 on a GPU
-  bool check = true;  // compare a few queries of single heads with the reference first
+  int common_keys = 0;    // as in BenchOptions
+  bool balanced = false;  // likewise
+  bool check = true;      // compare a few queries of single heads with the reference first
   ParallelFor threads;
 };
 

@@ -115,6 +115,44 @@ TEST(AttentionSm90, TokensOfManyHeadsShareLargerTiles) {
       }
 }
 
+// Prefixes are shared where a tile has rows of twice as many tokens as one of decode, and not where a token fills it; of latents in the
+// tiles of prefill, of the list of verify. Other plans have the kernels that they always had.
+TEST(AttentionSm90, PrefixesOfLatentsAreSharedWhereATileHasRowsOfSeveralTokens) {
+  const DeviceInfo device = describe_device("h200");
+  const auto outline_of = [&](const AttentionSpec& spec, bool balanced, bool shared) {
+    PlanOptions options{.limits = {.max_num_reqs = 64, .max_num_tokens = 64, .max_seq_len = 9000, .max_query_len = 1, .shared_prompts = shared}};
+    options.balanced = balanced;
+    return outline(kernels_sm90, spec, device, options);
+  };
+  AttentionSpec spec = spec_of(DType::bf16, DType::bf16, 576, 512, 16, 64);
+  spec.num_kv_heads = 1, spec.kv_format = KvFormat::latent;
+  // Rows of the tile for shared items; 0: none are shared.
+  const auto expect_rows = [&](DType kv, std::initializer_list<std::pair<int, int>> by_heads) {
+    spec.kv_dtype = kv;
+    for (const auto& [heads, rows] : by_heads) {
+      spec.num_q_heads = heads;
+      EXPECT_EQ(may_share_prefixes(kernels_sm90, kArch, spec), rows > 0) << spec.str();
+      const PlanOutline shared = outline_of(spec, true, true);
+      EXPECT_EQ(shared.shares_prefixes, rows > 0) << spec.str();
+      const RegimeKernel own = kernels_sm90.kernel(kArch, spec, kVerify);
+      for (const auto& [balanced, prompts] : {std::pair{false, true}, {true, false}, {false, false}})
+        EXPECT_EQ(outline_of(spec, balanced, prompts).regimes[kVerify].kernel.tile.rows, own.tile.rows) << spec.str();
+      if (rows == 0) continue;
+      const PlanOutline::OfRegime& verify = shared.regimes[kVerify];
+      EXPECT_EQ(verify.kernel_of, kPrefill);
+      EXPECT_EQ(verify.kernel.tile.rows, rows) << spec.str();
+      EXPECT_EQ(verify.policy.tile_q, rows / heads) << spec.str();
+      EXPECT_GE(verify.bounds.num_work, 4 * 64) << "though no request within the limits is of verify";
+    }
+  };
+  expect_rows(DType::bf16, {{8, 64}, {16, 64}, {20, 64}, {32, 64}, {33, 0}, {64, 0}, {128, 0}});
+  expect_rows(DType::fp8_e4m3, {{8, 32}, {16, 32}, {17, 0}, {32, 0}, {128, 0}});
+  spec.num_q_heads = 16, spec.kv_dtype = DType::bf16;
+  EXPECT_FALSE(may_share_prefixes(kernels_sm80, "sm_80", spec));
+  spec.mask.window_left = 100;
+  EXPECT_FALSE(may_share_prefixes(kernels_sm90, kArch, spec));
+}
+
 // Latents of many dims have kernels of their own, by the rows of a request; those of few dims have the kernels of other caches.
 TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
   AttentionSpec spec = spec_of(DType::bf16, DType::bf16, 576, 512, 16, 64);

@@ -64,6 +64,42 @@ TEST_P(DeviceGraph, SharedBlocks) {
     }
 }
 
+// In balanced lists, whose cuts depend on the step: neighbours' common keys in a kernel with rows for many of them.
+TEST_P(DeviceGraph, SharedPrefixes) {
+  struct Shape {
+    int group, block_size;
+    DType kv = DType::bf16;
+    bool latent = true;
+    float soft_cap = 0;
+  };
+  for (const Shape& shape : {Shape{4, 16, DType::bf16, false},
+                             {16, 64, DType::fp8_e4m3, false},
+                             {8, 64},
+                             {16, 16},
+                             {16, 1},
+                             {32, 64},
+                             {12, 16, DType::bf16, true, 30.f},
+                             {16, 64, DType::fp8_e4m3}})
+    for (const int longest : {1, 6}) {
+      AttentionSpec spec = test::graph_spec(shape.kv);
+      spec.num_q_heads = 2 * shape.group, spec.block_size = shape.block_size, spec.head_dim_qk = spec.head_dim_v = 128;
+      if (shape.latent) {
+        spec.num_q_heads = shape.group, spec.num_kv_heads = 1, spec.head_dim_qk = 576, spec.head_dim_v = 512;
+        spec.kv_format = KvFormat::latent, spec.score.soft_cap = shape.soft_cap;
+      }
+      const Backend& backend = *find_backend(GetParam());
+      if (GetParam() != std::string_view("cuda_sm90") || !backend.unsupported(spec, device).empty()) continue;
+      if (longest > 1 && shape.latent && shape.kv != DType::bf16) continue;  // items have two tokens there, which drafts seldom share
+      SCOPED_TRACE(spec.str());
+      run({.spec = spec,
+           .limits = {.max_num_reqs = 40, .max_num_tokens = 120, .max_seq_len = 3000, .max_query_len = longest},
+           .shared_blocks = true,
+           .balanced = true,
+           .batches = 60,
+           .seed = 40u + unsigned(shape.group)});
+    }
+}
+
 TEST_P(DeviceGraph, CustomMask) {
   AttentionSpec spec = test::graph_spec();
   spec.mask.custom = true;

@@ -53,8 +53,8 @@ struct RandomStep {
       const int left = std::min(longest, p.limits.max_num_tokens - starts.back());
       const int kind = only_decode ? 2 : below(6);
       int context = below(kind == 5 ? 1 : p.limits.max_seq_len), other = -1;  // other: whose blocks it begins with, as long as that is
-      if (shares && r > 0 && below(5) > 0) {
-        other = below(r);
+      if (shares && r > 0 && below(p.balanced ? 15 : 5) > 0) {
+        other = p.balanced ? std::max(0, r - 1 - below(2)) : below(r);  // where lists follow the load, neighbours share
         context = std::max(0, lens[size_t(other)] - below(60));
       }
       int q_len = kind < 2 ? 0 : kind == 2 ? 1 : kind == 3 ? 1 + below(16) : 1 + below(150);
@@ -70,7 +70,7 @@ struct RandomStep {
       if (other >= 0) {
         const int context_of_other = lens[size_t(other)] - (starts[size_t(other) + 1] - starts[size_t(other)]);
         common = std::min(context_of_other, seq_len - q_len) / p.spec.block_size;
-        if (below(3) == 0) common = below(common + 1);
+        if (below(p.balanced ? 9 : 3) == 0) common = below(common + 1);
       }
       for (int b = 0; b * p.spec.block_size < seq_len; ++b)
         table[row + size_t(b)] = b < common ? table[size_t(other * width + b)] : pages[page++];

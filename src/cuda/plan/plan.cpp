@@ -124,12 +124,12 @@ void Plan::name_kernels() {
     RegimePlan& s = regimes_[regime];
     if (s.bounds.num_work == 0) continue;
     const AttentionKernels& table = may_share_ && regime == kDecode ? *table_.sharing : table_;
-    name_attention(s.kernels, table, regime, options_.load_on_demand);
+    name_attention(s.kernels, table, s.kernel_of, options_.load_on_demand);
     if (s.flat_kernel.entry != nullptr) name_attention(s.over_flat, *table_.flat, regime, options_.load_on_demand);
     if (s.few_tasks_kernel.entry != nullptr) name_attention(s.few_tasks, *table_.few_tasks, regime, options_.load_on_demand);
     if (s.kernel.maps == nullptr) continue;
-    s.mapless_joins = table.without_maps->kernel(arch_, spec_, regime).joins_pieces;
-    name_attention(s.without_maps, *table.without_maps, regime, true);
+    s.mapless_joins = table.without_maps->kernel(arch_, spec_, s.kernel_of).joins_pieces;
+    name_attention(s.without_maps, *table.without_maps, s.kernel_of, true);
   }
   const auto merges = [](const RegimePlan& s) { return !s.kernel.joins_pieces && s.bounds.num_merges > 0; };
   if (std::ranges::any_of(regimes_, merges))

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "attention/kv_codec.h"
 #include "attention/shared_keys.h"
 #include "core/check.h"
 
@@ -48,8 +49,8 @@ RegimeKernel sharing_kernel(const AttentionKernels& table, std::string_view arch
 }
 
 // The room that lists of shared prefixes take: a step that needs more has none.
-void make_room_for_prefixes(PlanOutline& o, const PlanLimits& limits) {
-  constexpr int64_t kMostParts = int64_t(1) << 20, kMostRows = 4096;
+void make_room_for_prefixes(PlanOutline& o, const AttentionSpec& spec, const PlanLimits& limits) {
+  constexpr int64_t kMostParts = int64_t(1) << 20, kMostRows = 4096, kMostBytes = int64_t(128) << 20;
   PlanOutline::OfRegime& s = o.regimes[kVerify];
   const int most_q = most_prefix_queries(s.policy), longest = limits.max_query_len > 0 ? std::min(limits.max_query_len, most_q) : most_q;
   const int64_t workers = s.policy.num_workers, reqs = std::min(limits.max_num_reqs, limits.max_num_tokens);
@@ -57,27 +58,38 @@ void make_room_for_prefixes(PlanOutline& o, const PlanLimits& limits) {
   s.bounds.num_work = std::max(s.bounds.num_work, 4 * reqs + workers);
   s.bounds.num_merges = std::max(s.bounds.num_merges, reqs);
   o.prefix_parts = std::min(reqs * (workers + 16), kMostParts);
-  o.partial_rows += std::min(2 * tokens, kMostRows) + workers * s.policy.tile_q;
+  const int64_t row_bytes = int64_t(spec.num_q_heads) * (spec.head_dim_v + 2) * int64_t(sizeof(float));
+  o.partial_rows += std::min({2 * tokens, kMostRows, kMostBytes / row_bytes}) + workers * s.policy.tile_q;
 }
 
 }  // namespace
 
+Regime prefix_kernel(const AttentionSpec& spec) { return codec_of(spec).values_in_keys ? kPrefill : kVerify; }
+
+PrefixCosts prefix_costs(const AttentionSpec& spec) {
+  constexpr PrefixCosts kOfLatents{70, 128}, kOfOthers{80, 0};
+  return codec_of(spec).values_in_keys ? kOfLatents : kOfOthers;
+}
+
 bool may_share_prefixes(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec) {
-  const RegimeKernel verify = table.kernel(arch, spec, kVerify), decode = table.kernel(arch, spec, kDecode);
+  const bool latents = codec_of(spec).values_in_keys;
+  const RegimeKernel kernel = table.kernel(arch, spec, prefix_kernel(spec)), decode = table.kernel(arch, spec, kDecode);
   const int group = spec.group_size();
-  const bool is_plain =
-      spec.kv_format == KvFormat::strided && spec.block_size > 0 && !spec.mask.positions && windows_of(spec.mask) == nullptr;
-  return is_plain && is_position_free(spec) && verify.entry != nullptr && !verify.joins_pieces &&
-         verify.tile.rows / group >= 2 * std::max(decode.tile.rows / group, 1);
+  const bool is_plain = spec.block_size > 0 && !spec.mask.positions && windows_of(spec.mask) == nullptr;
+  return is_plain && is_position_free(spec) && kernel.entry != nullptr && (latents ? kernel.tile.merged : !kernel.joins_pieces) &&
+         kernel.tile.rows / group >= 2 * std::max(decode.tile.rows / group, 1);
 }
 
 PlanOutline outline(const AttentionKernels& table, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) {
   const std::string arch = arch_of(device);
   PlanOutline o;
   std::array<Tile, kNumRegimes> tiles;
+  o.shares_prefixes =
+      options.balanced && options.limits.shared_prompts && options.limits.max_num_reqs > 1 && may_share_prefixes(table, arch, spec);
   for (const Regime regime : kRegimes) {
     PlanOutline::OfRegime& s = o.regimes[regime];
-    s.kernel = table.kernel(arch, spec, regime);
+    s.kernel_of = o.shares_prefixes && regime == kVerify ? prefix_kernel(spec) : regime;
+    s.kernel = table.kernel(arch, spec, s.kernel_of);
     tiles[regime] = s.kernel.tile;
     if (const RegimeKernel sharing = sharing_kernel(table, arch, spec, regime, options.limits); sharing.entry != nullptr) {
       // Requests are cut as without it, so that no result depends on whether they may share.
@@ -102,9 +114,7 @@ PlanOutline outline(const AttentionKernels& table, const AttentionSpec& spec, co
   if (const PlanOutline::OfRegime& prefill = o.regimes[kPrefill]; prefill.flat_kernel.entry != nullptr && prefill.bounds.num_work > 0)
     o.flat = flat_room(spec, prefill.policy, options.limits, int(prefill.flat_kernel.cluster));
   o.partial_rows = partial_rows_bound(policies, options.limits);
-  o.shares_prefixes =
-      options.balanced && options.limits.shared_prompts && options.limits.max_num_reqs > 1 && may_share_prefixes(table, arch, spec);
-  if (o.shares_prefixes) make_room_for_prefixes(o, options.limits);
+  if (o.shares_prefixes) make_room_for_prefixes(o, spec, options.limits);
   if (o.may_share) o.partial_rows = std::max(o.partial_rows, shared_rows(policies, options.limits));
   lay_out_scratch(o, spec, device, options.limits);
   return o;

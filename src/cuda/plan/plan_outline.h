@@ -25,6 +25,7 @@ struct Scratch {
 struct PlanOutline {
   struct OfRegime {
     RegimeKernel kernel, flat_kernel, few_tasks_kernel;  // of the last two, entry null: none
+    Regime kernel_of = kDecode;                          // whose kernel of the table `kernel` is: its own but where prefixes are shared
     SchedulePolicy policy;
     ScheduleBounds bounds;  // num_work 0: no request within the limits goes to this regime
     int row_blocks = 1;     // tiles of rows of one token
@@ -46,8 +47,18 @@ struct PlanOutline {
 // Query tokens of a request that may share a prefix: one tile of them.
 inline int most_prefix_queries(const SchedulePolicy& verify) { return verify.max_q < verify.tile_q ? verify.max_q : verify.tile_q; }
 
-// Whether verify has a kernel for the shared prefixes of a layer: with rows for twice as many tokens as decode, and partial results that
-// merge.cu joins.
+// Whose kernel the list of shared prefixes has, which is that of verify: verify's, or for latents prefill's, which has rows for more tokens
+// there. A plan that shares prefixes runs its other requests of verify with it too.
+Regime prefix_kernel(const AttentionSpec&);
+// What a list of shared prefixes costs beside one without, as in PrefixPolicy. Tiles of 64 rows of latents, or of 32 of bytes, take up to a
+// fifth longer for a key than decode's do, where memory brings it; and an item's beginning, end and merge take about as long as 128 keys of
+// it (docs/kernels/cuda_sm90_latent.md).
+struct PrefixCosts {
+  int most_percent, split_cost;
+};
+PrefixCosts prefix_costs(const AttentionSpec&);
+// Whether that kernel may share the prefixes of a layer: with rows for twice as many tokens as decode's, and partial results that merge.cu
+// joins. (Where a token fills a tile, reading its keys once for several tokens would not make products fewer.)
 bool may_share_prefixes(const AttentionKernels&, std::string_view arch, const AttentionSpec&);
 
 // Error plan.scratch for sizes that no memory has.

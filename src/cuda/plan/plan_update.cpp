@@ -155,21 +155,23 @@ void Plan::share(const Batch& batch, Step& next, int& rows) {
   share_keys(batch, next.keys, share, list, share_scratch_);
 }
 
-// The kernel of verify may take the requests of decode too, with the keys that neighbours have in common in items of them all.
+// The kernel of verify's list may take the requests of decode too, with the keys that neighbours have in common in items of them all.
 bool Plan::share_prefixes(const Batch& batch, Step& next, int& rows) {
   Schedule &decode = next.schedules[kDecode], &verify = next.schedules[kVerify];
   const RegimePlan& s = regimes_[kVerify];
   const int most_q = most_prefix_queries(s.policy);
   for (int r = 0; r < batch.num_reqs(); ++r)
     if (batch.query_len(r) > most_q && batch.query_len(r) <= s.policy.max_q) return false;  // it has several tiles
+  const PrefixCosts costs = prefix_costs(spec_);
   const int others = rows - decode.num_partial_rows - verify.num_partial_rows;              // of prefill, behind these
   const PrefixPolicy policy{.block_size = spec_.block_size,
                             .tile_q = s.policy.tile_q,
                             .tile_kv = s.policy.tile_kv,
                             .num_workers = s.policy.num_workers,
-                            .split_cost = s.policy.split_cost,
+                            .split_cost = costs.split_cost,
                             .max_q = most_q,
                             .first_partial = others > 0 ? rows : 0,
+                            .most_percent = costs.most_percent,
                             .most_work = int64_t(s.work.capacity),
                             .most_merges = int64_t(s.merges.capacity),
                             .most_parts = int64_t(s.merge_parts.capacity),

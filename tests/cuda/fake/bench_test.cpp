@@ -11,6 +11,7 @@
 #include "cuda/params.h"
 #include "expect_error.h"
 #include "imbrex/select.h"
+#include "serve/mla_bench.h"
 
 namespace imbrex::serve {
 namespace {
@@ -117,6 +118,23 @@ TEST_F(GpuBench, RequestsMayBeginWithTheSameBlocks) {
   EXPECT_NE(by_load.plan, together.plan);
   spec.block_size = 0;
   EXPECT_EQ(test::error_code([&] { run(spec, requests); }), "bench.common_keys");
+}
+
+// Latent attention's likewise, in latent space.
+TEST_F(GpuBench, RequestsOfLatentAttentionMayToo) {
+  const MlaSpec mla{.num_heads = 8, .kv_lora_rank = 256, .qk_nope_dim = 64, .qk_rope_dim = 16, .v_dim = 64, .absorbed = true};
+  fake::run_on_host(mla.latent_spec());
+  const std::vector<BenchRequest> requests{{1, 1300}, {1, 1311}, {2, 1292}, {1, 30}};
+  MlaBenchOptions of_mla;
+  of_mla.copies = 1, of_mla.balanced = true;
+  const auto run_mla = [&] { return bench(*find_backend<MlaFamily>("cuda_sm90"), mla, probe_cuda().at(0), requests, of_mla); };
+  const MlaBenchResult apart = run_mla();
+  EXPECT_EQ(apart.plan.find("shared by requests"), std::string::npos) << apart.plan;
+  of_mla.common_keys = 1200;
+  const MlaBenchResult together = run_mla();
+  EXPECT_GT(together.check_allowed, 0);
+  EXPECT_NE(together.plan.find("shared by requests"), std::string::npos) << together.plan;
+  EXPECT_EQ(apart.copy_bytes - together.copy_bytes, (2 * 1200 + 16) * 272 * 2);
 }
 
 TEST_F(GpuBench, NothingIsTimedThatIsWrong) {

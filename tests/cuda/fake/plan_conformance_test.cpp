@@ -22,7 +22,8 @@ using imbrex::test::kAddressSanitizer;
 // What its kernels are given, and one of them that writes what it should not.
 struct OnHost final : HostBackend {
   using HostBackend::HostBackend;
-  mutable int shared_items = 0, in_verify = 0;  // that attention kernels were given, and that of verify alone
+  mutable int shared_items = 0, in_verify = 0;  // that attention kernels were given, and those that take them as requests of many queries
+  mutable std::string shared_in;                // the last of these
   int spoiled_byte = 0;                         // where an attention kernel writes beside what it should; behind the output when positive
   std::unique_ptr<imbrex::Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     fake::run_on_host(spec);
@@ -34,7 +35,9 @@ struct OnHost final : HostBackend {
       std::memcpy(&p, launch.all_params[0].data(), sizeof p);
       for (int i = 0; i < p.counts->num_work; ++i) {
         const bool shared = p.work[i].partial >= 0 && p.work[i].merge < 0;
-        shared_items += shared, in_verify += shared && launch.entry == "attention_sm90_verify";
+        shared_items += shared;
+        if (!shared || (launch.entry != "attention_sm90_verify" && !launch.entry.starts_with("attention_sm90_latent"))) continue;
+        ++in_verify, shared_in = launch.entry;
       }
     };
     if (spoiled_byte != 0) {
@@ -146,7 +149,7 @@ TEST_P(PlanConformance, RequestsWithTheSameBlocksShareItems) {
     const CaseInputs inputs = make_inputs(c);
     RunOptions options = default_options(c);
     options.check_cache = false, options.share_blocks = true, options.balanced = balanced;
-    backend.shared_items = backend.in_verify = 0;
+    backend.shared_items = backend.in_verify = 0, backend.shared_in.clear();
     const Judgement judgement = judge(expect(inputs), run_case(*mirror, device, inputs, options));
     EXPECT_TRUE(judgement.pass()) << c.spec.str() << ": " << judgement.failure;
     return balanced ? backend.in_verify : backend.shared_items;
@@ -185,6 +188,52 @@ TEST_P(PlanConformance, RequestsWithTheSameBlocksShareItems) {
   for (const int group : {3, 4}) EXPECT_EQ(run(group, 16, DType::bf16, plain) > 0, of_neighbours) << group;
   more = {{14, 100, 6}};
   EXPECT_EQ(run(8, 16, DType::bf16, plain), 0);
+}
+
+// Latents, in the kernel with the most rows that takes the layer, if these are rows of twice as many tokens as decode's: beside a prompt,
+// and beside drafts.
+TEST_P(PlanConformance, LatentsWithTheSameBlocksShareItems) {
+  const bool may = backend.name() == "cuda_sm90";
+  const auto run = [&](int group, int block_size, const char* entry, const auto& change, const std::vector<CaseRequest>& requests) {
+    Case c;
+    c.name = "shared", c.seed = 7;
+    c.spec = {.num_q_heads = group, .num_kv_heads = 1, .head_dim_qk = 272, .head_dim_v = 256, .block_size = block_size};
+    c.spec.kv_format = KvFormat::latent;
+    change(c.spec);
+    c.requests = requests;
+    if (!mirror->unsupported(c.spec, device).empty()) return;
+    const CaseInputs inputs = make_inputs(c);
+    RunOptions options = default_options(c);
+    options.check_cache = false, options.share_blocks = options.balanced = true;
+    backend.in_verify = 0, backend.shared_in.clear();
+    const Judgement judgement = judge(expect(inputs), run_case(*mirror, device, inputs, options));
+    EXPECT_TRUE(judgement.pass()) << c.spec.str() << ": " << judgement.failure;
+    EXPECT_EQ(backend.shared_in, may ? entry : "") << c.spec.str();
+    EXPECT_EQ(backend.in_verify > 0, may && *entry != 0) << c.spec.str();
+  };
+  const auto plain = [](AttentionSpec&) {};
+  const auto bytes = [](AttentionSpec& spec) { spec.kv_dtype = DType::fp8_e4m3; };
+  const std::vector<CaseRequest> behind_two{{1, 1300, 0}, {1, 1320, 0}, {1, 1310, 0}, {1, 1305, 0}, {0, 0, 2}, {1, 1290, 1},
+                                            {1, 1300, 1}, {2, 1320, 0}, {1, 1300, 0}, {1, 1300, 0}, {1, 9, 3}, {91, 150, 4}};  // the mirror puts arrays on the host
+  const char *const pair = "attention_sm90_latent_pair", *const few = "attention_sm90_latent_decode", *const none = "";
+  for (const int group : {4, 16, 32}) run(group, 16, pair, plain, behind_two);
+  run(64, 16, none, plain, behind_two);
+  if (!may) return;
+  run(16, 1, "attention_sm90_latent", plain, behind_two);
+  run(12, 16, "attention_sm90_latent", [](AttentionSpec& spec) { spec.score.soft_cap = 20.f, spec.score.sinks = true; }, behind_two);
+  run(16, 16, few, bytes, behind_two);
+  run(24, 16, none, bytes, behind_two);
+  run(5, 64, few,
+      [](AttentionSpec& spec) {
+        spec.head_dim_qk = 576, spec.head_dim_v = 512, spec.kv_dtype = DType::fp8_e4m3, spec.kv_format = KvFormat::fp8_ds_mla;
+      },
+      behind_two);
+  run(4, 16, none, [](AttentionSpec& spec) { spec.mask.window_left = 2000; }, behind_two);
+  run(4, 16, none, [](AttentionSpec& spec) { spec.score.alibi = true; }, behind_two);
+  // Drafts alone, of fewer tokens than half of a tile has rows for, and of more.
+  const std::vector<CaseRequest> drafts{{3, 600, 0}, {3, 610, 0}, {2, 600, 0}, {4, 600, 0}};
+  run(10, 16, pair, plain, drafts);
+  run(16, 16, none, plain, drafts);
 }
 
 // The mirror puts guards around what it copies, so that a write beside a tensor is found, which no value of a result shows.

@@ -59,6 +59,15 @@ TEST_P(PlanGraph, SharedBlocks) {
     limits.max_query_len = 40;
   }
   if (HasFailure()) return;
+  if (GetParam() == std::string_view("cuda_sm90")) {  // latents, in a kernel of prefill's tiles
+    AttentionSpec latent{.num_q_heads = 2, .num_kv_heads = 1, .head_dim_qk = 272, .head_dim_v = 256, .block_size = 16};
+    latent.kv_format = KvFormat::latent;
+    limits.max_query_len = 1;
+    run({.spec = latent, .limits = limits, .shared_blocks = true, .balanced = true, .batches = kEnough, .seed = 23});
+    limits.max_query_len = 40;
+    run({.spec = latent, .limits = limits, .shared_blocks = true, .balanced = true, .batches = kEnough, .seed = 24});
+  }
+  if (HasFailure()) return;
   spec.num_q_heads = 2, spec.block_size = 64;  // blocks in device memory: nothing is shared
   run({.spec = spec, .limits = limits, .device_arrays = true, .shared_blocks = true, .batches = kBatches, .seed = 12});
 }
