@@ -62,10 +62,11 @@ class Consumer {
   }
 
  private:
-  // Beside a score_mod registers are short, so what can be found for each tile is not kept. Positions that are given would have to be
-  // loaded.
-  static constexpr bool kFindsAgain = kScoreMod && kRowWarps == 1;
-  using ItemScores = Scores<KRows, kQKept, !kFindsAgain || kGivenPositions>;
+  // Whether what can be found for each tile is not kept. Beside a score_mod, kernels of these dims would spill otherwise; where positions
+  // are given, they would have to be loaded.
+  static constexpr bool kFindsAgain = kScoreMod && kRowWarps == 1 && !kGivenPositions && kHeadDimV > 96 &&
+                                      kHeadDimV <= (kBytes ? 192 : 128);
+  using ItemScores = Scores<KRows, kQKept, !kFindsAgain>;
   using ScoreTile = TiledFragment<kTeamKeys>[1];
 
   DEVICE void run_item(const Item& item, const ItemScores& scores) {
