@@ -15,7 +15,7 @@ struct PrefixPolicy {
   int tile_q = 1, tile_kv = 1;  // as in SchedulePolicy, and so are num_workers and first_partial
   int num_workers = 1;
   int split_cost = 0;  // keys that an item costs besides its own
-  int max_q = 1;  // query tokens of the requests that the list is of; others are in other lists
+  int max_q = 1;       // query tokens of the requests that the list is of; others are in other lists
   int first_partial = 0;
   int most_percent = 80;  // of the keys of a list without shared items, up to which one with such ends sooner
   // What there is room for.

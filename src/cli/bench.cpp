@@ -118,10 +118,9 @@ std::vector<CLI::Option*> added_options(CLI::App& sub, const std::function<void(
 
 // Those of attention's options that latent attention has too.
 bool is_for_mla(const CLI::Option* option) {
-  static const std::set<std::string> kNames{"--model",      "--heads",          "--q-dtype",       "--kv-dtype", "--kv-format",
-                                            "--block-size", "--scale",          "--sinks",         "--window",   "--window-right",
-                                            "--chunk",      "--chunk-lookback", "--bidirectional", "--tree",
-                                            "--common-keys", "--balanced"};
+  static const std::set<std::string> kNames{
+      "--model",  "--heads",        "--q-dtype", "--kv-dtype",       "--kv-format",     "--block-size", "--scale",       "--sinks",
+      "--window", "--window-right", "--chunk",   "--chunk-lookback", "--bidirectional", "--tree",       "--common-keys", "--balanced"};
   return kNames.count(option->get_name()) > 0;
 }
 

@@ -288,8 +288,7 @@ MlaBenchResult bench(const BackendOf<MlaFamily>& backend, const MlaSpec& spec, c
   const MlaProblem problem(backend, spec, device, requests, options, *stream);
   result.copy_bytes = problem.copy_bytes();
   result.copies = problem.copies();
-  const auto plan =
-      backend.plan(spec, device, {.limits = problem.limits(), .threads = options.threads, .balanced = options.balanced});
+  const auto plan = backend.plan(spec, device, {.limits = problem.limits(), .threads = options.threads, .balanced = options.balanced});
   result.captured = stream->asynchronous() && plan->capturable();
   result.plan_s = best_seconds([&] { plan->update(problem.batch(), stream->get()); });
   result.plan = plan->str();

@@ -165,7 +165,8 @@ TEST(SharedPrefixes, APromptOfAllIsReadOnceForATile) {
   for (const WorkItem& item : list.work) keys += item.kv_end - item.kv_begin;
   EXPECT_EQ(keys, 4 * 8192 + 64 * 100);
   expect_keys_once(all, policy, list);
-  // Without room for its rows, merges, parts or items there is no such list, nor where it has to be shorter still: it has 8.9 % of the keys.
+  // Without room for its rows, merges, parts or items there is no such list, nor where it has to be shorter still: it has 8.9 % of the
+  // keys.
   for (const auto& less : std::initializer_list<void (*)(PrefixPolicy&)>{
            [](PrefixPolicy& p) { p.most_work = 70; }, [](PrefixPolicy& p) { p.most_merges = 63; },
            [](PrefixPolicy& p) { p.most_parts = 100; }, [](PrefixPolicy& p) { p.most_partial_rows = 196; },

@@ -33,8 +33,8 @@ TEST_P(PrefixLaws, BalancedListsAreWithinTheBounds) {
   if (ran == 0) GTEST_SKIP() << "it runs none of these layers";
 }
 
-// Likewise of latents, whose tiles for this are those of prompts: of bf16 beside a scale of logits alone, which has another kernel than other
-// logits and small pages, and of bytes.
+// Likewise of latents, whose tiles for this are those of prompts: of bf16 beside a scale of logits alone, which has another kernel than
+// other logits and small pages, and of bytes.
 TEST_P(PrefixLaws, BalancedListsOfLatentsAreWithinTheBounds) {
   struct Layer {
     int group, block_size;
@@ -43,17 +43,29 @@ TEST_P(PrefixLaws, BalancedListsOfLatentsAreWithinTheBounds) {
     KvFormat format = KvFormat::latent;
   };
   int ran = 0;
-  for (const Layer& layer : {Layer{16, 64}, {8, 16}, {32, 16}, {20, 8}, {64, 16}, {16, 1}, {12, 16, DType::bf16, 25.f}, {16, 64, DType::fp8_e4m3},
-                             {8, 1, DType::fp8_e4m3}, {16, 64, DType::fp8_e4m3, 0.f, KvFormat::fp8_ds_mla}}) {
+  for (const Layer& layer : {Layer{16, 64},
+                             {8, 16},
+                             {32, 16},
+                             {20, 8},
+                             {64, 16},
+                             {16, 1},
+                             {12, 16, DType::bf16, 25.f},
+                             {16, 64, DType::fp8_e4m3},
+                             {8, 1, DType::fp8_e4m3},
+                             {16, 64, DType::fp8_e4m3, 0.f, KvFormat::fp8_ds_mla}}) {
     if (ran > 0 && !GetParam().on_gpu()) break;
     Case c;
     c.name = "latent_prefix", c.seed = uint64_t(layer.group);
-    c.spec = {.num_q_heads = layer.group, .num_kv_heads = 1, .head_dim_qk = 576, .head_dim_v = 512, .kv_dtype = layer.kv,
+    c.spec = {.num_q_heads = layer.group,
+              .num_kv_heads = 1,
+              .head_dim_qk = 576,
+              .head_dim_v = 512,
+              .kv_dtype = layer.kv,
               .block_size = layer.block_size};
     c.spec.kv_format = layer.format, c.spec.score.soft_cap = layer.soft_cap, c.spec.score.sinks = layer.soft_cap > 0;
     c.out_dtype = c.spec.out_dtypes().front();
-    c.requests = {{1, 2100, 0}, {1, 2110, 0}, {1, 2105, 0}, {1, 1900, 0}, {0, 0, 2}, {2, 2100, 0}, {1, 2090, 0}, {1, 2100, 0},
-                  {1, 900, 1},  {1, 901, 1},  {1, 30, 3},   {41, 90, 4},  {1, 900, 1}};
+    c.requests = {{1, 2100, 0}, {1, 2110, 0}, {1, 2105, 0}, {1, 1900, 0}, {0, 0, 2},   {2, 2100, 0}, {1, 2090, 0},
+                  {1, 2100, 0}, {1, 900, 1},  {1, 901, 1},  {1, 30, 3},   {41, 90, 4}, {1, 900, 1}};
     RunOptions options;
     if (!runs(c, GetParam()) || !options_for(c, GetParam(), options)) continue;
     options.balanced = options.share_blocks = true, options.check_cache = false;

@@ -120,7 +120,8 @@ TEST(AttentionSm90, TokensOfManyHeadsShareLargerTiles) {
 TEST(AttentionSm90, PrefixesOfLatentsAreSharedWhereATileHasRowsOfSeveralTokens) {
   const DeviceInfo device = describe_device("h200");
   const auto outline_of = [&](const AttentionSpec& spec, bool balanced, bool shared) {
-    PlanOptions options{.limits = {.max_num_reqs = 64, .max_num_tokens = 64, .max_seq_len = 9000, .max_query_len = 1, .shared_prompts = shared}};
+    PlanOptions options{
+        .limits = {.max_num_reqs = 64, .max_num_tokens = 64, .max_seq_len = 9000, .max_query_len = 1, .shared_prompts = shared}};
     options.balanced = balanced;
     return outline(kernels_sm90, spec, device, options);
   };

@@ -163,7 +163,7 @@ bool Plan::share_prefixes(const Batch& batch, Step& next, int& rows) {
   for (int r = 0; r < batch.num_reqs(); ++r)
     if (batch.query_len(r) > most_q && batch.query_len(r) <= s.policy.max_q) return false;  // it has several tiles
   const PrefixCosts costs = prefix_costs(spec_);
-  const int others = rows - decode.num_partial_rows - verify.num_partial_rows;              // of prefill, behind these
+  const int others = rows - decode.num_partial_rows - verify.num_partial_rows;  // of prefill, behind these
   const PrefixPolicy policy{.block_size = spec_.block_size,
                             .tile_q = s.policy.tile_q,
                             .tile_kv = s.policy.tile_kv,

@@ -213,23 +213,28 @@ TEST_P(PlanConformance, LatentsWithTheSameBlocksShareItems) {
   };
   const auto plain = [](AttentionSpec&) {};
   const auto bytes = [](AttentionSpec& spec) { spec.kv_dtype = DType::fp8_e4m3; };
-  const std::vector<CaseRequest> behind_two{{1, 1300, 0}, {1, 1320, 0}, {1, 1310, 0}, {1, 1305, 0}, {0, 0, 2}, {1, 1290, 1},
-                                            {1, 1300, 1}, {2, 1320, 0}, {1, 1300, 0}, {1, 1300, 0}, {1, 9, 3}, {91, 150, 4}};  // the mirror puts arrays on the host
+  const std::vector<CaseRequest> behind_two{
+      {1, 1300, 0}, {1, 1320, 0}, {1, 1310, 0}, {1, 1305, 0}, {0, 0, 2}, {1, 1290, 1},
+      {1, 1300, 1}, {2, 1320, 0}, {1, 1300, 0}, {1, 1300, 0}, {1, 9, 3}, {91, 150, 4}};  // the mirror puts arrays on the host
   const char *const pair = "attention_sm90_latent_pair", *const few = "attention_sm90_latent_decode", *const none = "";
   for (const int group : {4, 16, 32}) run(group, 16, pair, plain, behind_two);
   run(64, 16, none, plain, behind_two);
   if (!may) return;
   run(16, 1, "attention_sm90_latent", plain, behind_two);
-  run(12, 16, "attention_sm90_latent", [](AttentionSpec& spec) { spec.score.soft_cap = 20.f, spec.score.sinks = true; }, behind_two);
+  run(
+      12, 16, "attention_sm90_latent", [](AttentionSpec& spec) { spec.score.soft_cap = 20.f, spec.score.sinks = true; }, behind_two);
   run(16, 16, few, bytes, behind_two);
   run(24, 16, none, bytes, behind_two);
-  run(5, 64, few,
+  run(
+      5, 64, few,
       [](AttentionSpec& spec) {
         spec.head_dim_qk = 576, spec.head_dim_v = 512, spec.kv_dtype = DType::fp8_e4m3, spec.kv_format = KvFormat::fp8_ds_mla;
       },
       behind_two);
-  run(4, 16, none, [](AttentionSpec& spec) { spec.mask.window_left = 2000; }, behind_two);
-  run(4, 16, none, [](AttentionSpec& spec) { spec.score.alibi = true; }, behind_two);
+  run(
+      4, 16, none, [](AttentionSpec& spec) { spec.mask.window_left = 2000; }, behind_two);
+  run(
+      4, 16, none, [](AttentionSpec& spec) { spec.score.alibi = true; }, behind_two);
   // Drafts alone, of fewer tokens than half of a tile has rows for, and of more.
   const std::vector<CaseRequest> drafts{{3, 600, 0}, {3, 610, 0}, {2, 600, 0}, {4, 600, 0}};
   run(10, 16, pair, plain, drafts);
