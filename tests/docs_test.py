@@ -18,6 +18,7 @@ FOREIGN_FILES = {"dlpack.h", "config.json"}
 # Options of vLLM, SGLang and pip in pages about them.
 FOREIGN_OPTIONS = {
     "--additional-config",
+    "--cuda-graph-backend-prefill",
     "--gpu-memory-utilization",
     "--prefill-attention-backend",
     "--decode-attention-backend",

@@ -3,7 +3,8 @@
 sglang_drafts.py MODEL: prints Markdown tables, exits with 1 when something is wrong. First the model drafts for itself (STANDALONE); then a model of few tokens
 has drafts of blocks (DFLASH, DSPARK), of several layers of MTP, and of a chain over its own cache (FROZEN_KV_MTP), and of each as many are to be accepted as
 draft_reference.py and mtp_reference.py say. SGLang's own kernels of trees and slots are stand-ins (stand_ins/sgl_kernel, some of them SGLang's Triton kernels
-by Triton's interpreter), and what keeps workers from CPUs is taken away (stand_ins/sglang_on_a_cpu).
+by Triton's interpreter), and what keeps workers from CPUs is taken away (stand_ins/sglang_on_a_cpu). Some rows of the first table are of SGLang's runners of
+graphs, of prompts and of drafts (stand_ins/sglang_graphs_on_a_cpu): then each runner is to replay some.
 """
 
 import json
@@ -22,7 +23,10 @@ from make_models import VOCABULARY  # noqa: E402
 from mtp_reference import Frozen, Mtp  # noqa: E402
 
 LENGTHS, COUNT = (50, 133, 7), 32
-WAYS = ((3, 1, 4, 1), (4, 1, 5, 16), (3, 4, 8, 1), (3, 4, 8, 16))  # steps, top-k, drafts, tokens of a page
+CHAIN, TREE = (3, 1, 4), (3, 4, 8)  # steps, top-k, drafts
+WAYS = ((CHAIN, 1, False), ((4, 1, 5), 16, False), (TREE, 1, False), (TREE, 16, False), (CHAIN, 1, True), (TREE, 16, True))  # tokens of a page; in graphs
+GRAPHS = dict(cuda_graph_bs_decode=[1, 2, 4], cuda_graph_bs_prefill=[64, 256], cuda_graph_backend_prefill="breakable")
+RUNNERS = ("Decode", "EAGLEDraft", "EAGLEDraftExtend", "Prefill")
 SIZE, WINDOW, RANK, RECENT, DEPTH = 6, 21, 16, 32, 3  # of a block; of layers and of all drafts in tokens; of DSPARK's bias; layers of MTP
 COMPACT = dict(sample_batch_tokens=[1, 4, 8, 12, 16, 20, 24], sample_steps_per_sec=[10.0, 8.0, 6.0, 5.0, 4.0, 3.0, 2.0], max_batch_tokens=1024)
 
@@ -57,6 +61,18 @@ def generate(model, draft, page_size, vocabulary=VOCABULARY, **how):
         engine.shutdown()
 
 
+def counted(call):
+    """What a call returns, and how many graphs each of SGLang's runners replayed in it."""
+    with tempfile.NamedTemporaryFile("r") as file:
+        os.environ["GRAPHS_ON_A_CPU"] = file.name
+        try:
+            result = call()
+        finally:
+            del os.environ["GRAPHS_ON_A_CPU"]
+        counts = dict(line.split(": ") for line in file.read().splitlines())
+    return result, [int(counts.get(f"replayed {name}CudaGraphRunner", 0)) for name in RUNNERS]
+
+
 def chain(steps, topk=1, drafts=0):
     return dict(speculative_num_steps=steps, speculative_eagle_topk=topk, speculative_num_draft_tokens=drafts or steps + 1)
 
@@ -85,10 +101,10 @@ def of_itself(model):
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     wrong = 0
     print(
-        "| steps, top-k, drafts | pages of | greedy choice of float32 | tokens a step of each prompt | of a chain in float32 |\n|---|---|---|---|---|",
+        "| steps, top-k, drafts | pages of | replayed graphs | greedy choice of float32 | tokens a step of each prompt | of a chain in float32 |\n|---|---|---|---|---|---|",
         flush=True,
     )
-    for steps, topk, drafts, page_size in WAYS:
+    for (steps, topk, drafts), page_size, in_graphs in WAYS:
 
         def drafts_of(known, count=steps):
             found = known[1:]
@@ -96,10 +112,13 @@ def of_itself(model):
                 found = [*found, int(reference(torch.tensor([found])).logits[0, -1].argmax())]
             return found[-count:]
 
-        answers = generate(model, model, page_size, speculative_algorithm="STANDALONE", **chain(steps, topk, drafts))
+        how = dict(speculative_algorithm="STANDALONE", **chain(steps, topk, drafts), **(GRAPHS if in_graphs else {}))
+        answers, replayed = counted(lambda: generate(model, model, page_size, **how)) if in_graphs else (generate(model, model, page_size, **how), [])
         best, lengths, expected = compared(reference, lambda *of: tokens_a_step(drafts_of, *of), answers)
         wrong += best < TOTAL or any(found < chain - 0.01 or (topk == 1 and found > chain + 0.01) for found, chain in zip(lengths, expected))
-        print(f"| {steps}, {topk}, {drafts} | {page_size} | {best} of {TOTAL} | {texts(lengths)} | {texts(expected)} |", flush=True)
+        wrong += in_graphs and 0 in replayed
+        counts = ", ".join(map(str, replayed)) or "none"
+        print(f"| {steps}, {topk}, {drafts} | {page_size} | {counts} | {best} of {TOTAL} | {texts(lengths)} | {texts(expected)} |", flush=True)
     return wrong
 
 

@@ -68,7 +68,8 @@ class SlotCheck:
     """Whether the slots of a step's new tokens lie in their pages in the order of the tokens, which is what a table with one entry a page says.
 
     Other slots would give wrong numbers, since imbrex would look for the tokens elsewhere. On a CPU the step fails; on a GPU, which the host
-    does not wait for, a later step.
+    does not wait for, a later step. Slot 0 is SGLang's for padding, and no request's: all tokens have it in a step that is made up, as before
+    a graph of prefill is captured.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -85,7 +86,8 @@ class SlotCheck:
         rows = torch.arange(lens.numel()).repeat_interleave(counts)
         positions = (torch.arange(rows.numel()) + (lens - counts - starts[:-1])[rows]).to(slots.device, non_blocking=True)
         pages = table[rows.to(slots.device, non_blocking=True), positions // self.page_size]
-        wrong = (slots[: rows.numel()] != pages * self.page_size + positions % self.page_size).any()
+        slots = slots[: rows.numel()]
+        wrong = ((slots != pages * self.page_size + positions % self.page_size) & (slots != 0)).any()
         if not wrong.is_cuda:
             return self._refuse(wrong)
         self._wrong = torch.empty((), dtype=torch.bool, pin_memory=True)

@@ -292,6 +292,24 @@ def test_tokens_in_another_order_than_their_slots(device, swap):
             scattered(runner, a, 30, swap)
 
 
+def test_a_step_that_is_made_up(device):
+    """As SGLang captures graphs of prefill: all new tokens are in the slot of padding."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    runner = Runner(device, PLAIN, page_size=16)
+    changes = dict(extend_num_tokens=40, extend_seq_lens_cpu=[40], extend_prefix_lens_cpu=[0])
+    for key in ("seq_lens", "seq_lens_cpu"):
+        changes[key] = torch.tensor([40], device="cpu" if key.endswith("cpu") else device)
+    rows, slots = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(40, dtype=torch.int64, device=device)
+    batch = runner.batch(ForwardMode.EXTEND, [], pad_reqs=1, **changes, req_pool_indices=rows, out_cache_loc=slots)
+    for _ in range(2):  # the second hears of what was wrong with the first
+        runner.attn_backend.init_forward_metadata(batch)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    a = runner.request("a", 60)
+    runner.step([(a, 30)])
+
+
 def test_tokens_in_any_order_without_pages(device):
     runner = Runner(device, PLAIN, page_size=1)
     a = runner.request("a", 60)
