@@ -176,6 +176,7 @@ class CheckedLayer:
     rows: Callable[[Any], Tuple[Any, Any]]  # slots -> k and v [n, heads, dim] as the engine's own indices find them
     extras: Dict[str, Any]  # sinks, alibi_slopes for Plan.run
     score: Dict[str, Any]  # scale, soft_cap, window_left and others, for the reference
+    first_block: int = 0  # blocks in front of it are no request's, and the engine need not write to them
 
     @property
     def values(self) -> Any:
@@ -217,7 +218,7 @@ def _cache_error(text: str) -> _core.Error:
 
 
 def check_pages(layers: List[CheckedLayer], device: str, chosen: Settings) -> None:
-    """Writes a request into the first two blocks and the last one of every layer, and reads it back, by the engine's own indices and by
+    """Writes a request into the first two blocks for requests and the last one of every layer, and reads it back, by the engine's own indices and by
     attention; then puts back what was there. Error python.engine_cache names the layer that gives something else."""
     import torch
 
@@ -251,7 +252,8 @@ def _request(layer: CheckedLayer, device: str, chosen: Settings, generator: Any)
             sizes = [spec.num_kv_heads, spec.block_size * dim * (1 if spec.kv_dtype.startswith("fp8") else 2)]
         if list(x.shape[1:]) != sizes:
             raise _cache_error(f"{layer.name}: expected {side} [num_blocks, {', '.join(map(str, sizes))}], got {list(x.shape)}")
-    blocks = sorted({0, min(1, pages.shape[0] - 1), pages.shape[0] - 1})
+    last = pages.shape[0] - 1
+    blocks = sorted({min(layer.first_block, last), min(layer.first_block + 1, last), last})
     num_tokens = (len(blocks) - 1) * spec.block_size + 1
     position = torch.arange(num_tokens, device="cpu")
     slots = (torch.tensor(blocks, device="cpu")[position // spec.block_size] * spec.block_size + position % spec.block_size).to(pages.device)

@@ -424,6 +424,7 @@ class Backend(AttentionBackend):
             rows=lambda slots: tuple(rows_of(x, slots, self.page_size) for x in buffers),
             extras={},
             score={name: getattr(spec, name) for name in ("scale", "soft_cap", "window_left", "chunk")},
+            first_block=1,  # slot 0 is that of padding, to which the pool's kernels for GPUs do not write
         )
         check_pages([checked], self.device_text, self.settings)
         self._checked.add(layer.layer_id)

@@ -256,6 +256,21 @@ def test_a_wrong_layout_is_found(device, wrong):
     assert caught.value.code == "python.engine_cache"
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_pool_that_does_not_write_to_the_slot_of_padding(device, page_size):
+    """As SGLang's kernel for new keys on GPUs."""
+    runner = Runner(device, PLAIN, page_size=page_size)
+    pool = runner.token_to_kv_pool
+    right = pool.set_kv_buffer
+
+    def write(layer, where, k, v, *rest):
+        kept = where.loc != 0
+        right(layer, type(where)(where.loc[kept]), k[kept], v[kept], *rest)
+
+    pool.set_kv_buffer = write
+    first_step(runner)
+
+
 def test_the_check_can_be_left_out(device, monkeypatch):
     monkeypatch.setenv("IMBREX_ENGINE_CONFIG", '{"self_check": false}')
     runner = Runner(device, PLAIN, page_size=16)
