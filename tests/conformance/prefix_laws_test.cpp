@@ -6,7 +6,20 @@
 namespace imbrex::test {
 namespace {
 
-class PrefixLaws : public testing::TestWithParam<Target> {};
+class PrefixLaws : public testing::TestWithParam<Target> {
+ protected:
+  // Runs a case in a balanced list of requests that share blocks. False: the backend does not run its layer.
+  bool expect_within_bounds(Case& c) {
+    c.out_dtype = c.spec.out_dtypes().front();
+    RunOptions options;
+    if (!runs(c, GetParam()) || !options_for(c, GetParam(), options)) return false;
+    options.balanced = options.share_blocks = true, options.check_cache = false;
+    const CaseInputs inputs = make_inputs(c);
+    const Judgement judgement = judge(expect(inputs), run_case(*GetParam().backend, GetParam().device, inputs, options));
+    EXPECT_TRUE(judgement.pass()) << c.spec.str() << ": " << judgement.failure;
+    return true;
+  }
+};
 
 // Balanced lists may read the keys that neighbours have in common in items of other tiles: of a prompt of all, of one that some of these go
 // on with, and of requests that have little of their own.
@@ -19,15 +32,8 @@ TEST_P(PrefixLaws, BalancedListsAreWithinTheBounds) {
       c.name = "prefix", c.seed = uint64_t(group);
       c.spec = {.num_q_heads = 2 * group, .num_kv_heads = 2, .head_dim_qk = 128, .head_dim_v = 128, .block_size = 16};
       if (!plain) c.spec.kv_dtype = DType::fp8_e4m3, c.spec.score.sinks = true, c.spec.score.soft_cap = 30.f;
-      c.out_dtype = c.spec.out_dtypes().front();
       c.requests = {{1, 2100, 0}, {1, 2110, 0}, {2, 2105, 0}, {1, 1900, 0}, {0, 0, 2}, {1, 2100, 0}, {1, 700, 1}, {1, 900, 1}, {1, 30, 3}};
-      RunOptions options;
-      if (!runs(c, GetParam()) || !options_for(c, GetParam(), options)) continue;
-      options.balanced = options.share_blocks = true, options.check_cache = false;
-      const CaseInputs inputs = make_inputs(c);
-      const Judgement judgement = judge(expect(inputs), run_case(*GetParam().backend, GetParam().device, inputs, options));
-      EXPECT_TRUE(judgement.pass()) << c.spec.str() << ": " << judgement.failure;
-      ++ran;
+      ran += expect_within_bounds(c);
     }
   }
   if (ran == 0) GTEST_SKIP() << "it runs none of these layers";
@@ -63,16 +69,9 @@ TEST_P(PrefixLaws, BalancedListsOfLatentsAreWithinTheBounds) {
               .kv_dtype = layer.kv,
               .block_size = layer.block_size};
     c.spec.kv_format = layer.format, c.spec.score.soft_cap = layer.soft_cap, c.spec.score.sinks = layer.soft_cap > 0;
-    c.out_dtype = c.spec.out_dtypes().front();
     c.requests = {{1, 2100, 0}, {1, 2110, 0}, {1, 2105, 0}, {1, 1900, 0}, {0, 0, 2},   {2, 2100, 0}, {1, 2090, 0},
                   {1, 2100, 0}, {1, 900, 1},  {1, 901, 1},  {1, 30, 3},   {41, 90, 4}, {1, 900, 1}};
-    RunOptions options;
-    if (!runs(c, GetParam()) || !options_for(c, GetParam(), options)) continue;
-    options.balanced = options.share_blocks = true, options.check_cache = false;
-    const CaseInputs inputs = make_inputs(c);
-    const Judgement judgement = judge(expect(inputs), run_case(*GetParam().backend, GetParam().device, inputs, options));
-    EXPECT_TRUE(judgement.pass()) << c.spec.str() << ": " << judgement.failure;
-    ++ran;
+    ran += expect_within_bounds(c);
   }
   if (ran == 0) GTEST_SKIP() << "it runs none of these layers";
 }
