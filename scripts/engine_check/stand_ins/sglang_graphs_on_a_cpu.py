@@ -112,6 +112,19 @@ def _fields(view):
     return types.SimpleNamespace(**{name: getattr(view, name) for name in dir(view) if not name.startswith("_")})
 
 
+def _keep_off_padding():
+    """As SGLang's kernel for new keys on GPUs, which does not write to slot 0."""
+    from sglang.srt.mem_cache import memory_pool
+
+    write = memory_pool._set_kv_buffer_impl
+
+    def keeping_off(k, v, k_cache, v_cache, slots, *rest, **options):
+        kept = slots != 0
+        write(k[kept], v[kept], k_cache, v_cache, slots[kept], *rest, **options)
+
+    memory_pool._set_kv_buffer_impl = keeping_off
+
+
 def _plan_on_the_device():
     """As imbrex does on GPUs with drafts."""
     import imbrex
@@ -142,4 +155,5 @@ def register():
 
     _put_graphs(decode, draft, extend, prefill)
     _admit_cpus(decode, draft, extend)
+    _keep_off_padding()
     _plan_on_the_device()
