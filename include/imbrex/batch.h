@@ -93,7 +93,7 @@ struct PlanLimits {
   // Requests may begin with the same blocks, say those of a common prompt. A GPU's plan then has kernels of decode whose items several
   // requests may share (docs/cuda.md), which read such keys once; for batches without them they take a few percent longer where steps are
   // short. Plans for CPUs look for such requests in any case. No bit of a result depends on it; with PlanOptions::balanced, where results
-  // depend on the batch anyway, neighbours share far more.
+  // depend on the batch anyway, neighbours share far more, and latents too.
   bool shared_prompts = false;
 
   void validate() const;  // Error limits.* for a limit that is out of range; backends call it when a plan is made
