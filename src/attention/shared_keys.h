@@ -2,6 +2,7 @@
 // Requests of a step whose keys are the same blocks, say those of a common system prompt, share the items that read them: the keys are then
 // read once for all of them, and no longer once for each. (FlashInfer and vLLM: cascade attention; SGLang: the shared prefix of a radix
 // tree. There the engine says what is shared; here the block ids do.)
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -18,7 +19,7 @@ struct SharePolicy {
   // takes as long for many tokens as for one, so that this does not matter.
   int num_workers = 0;
   // For shorten_runs(): what items of several requests cost a list beside their keys, in keys of a worker. A list that would end sooner by
-  // less shares nothing; one with costs below 0 shares what it can.
+  // less shares nothing; below 0 one shares what it can.
   int overhead_keys = 0;
   // Only keys that each of the item's queries sees are shared: the queries' positions are then of no account.
   bool seen_by_all = false;
@@ -27,20 +28,21 @@ struct SharePolicy {
   const Mask* windows = nullptr;
 };
 
-// SharePolicy::overhead_keys of plans for GPUs, fitted on an H200 to steps of 2 to 16 requests of 600 to 8292 keys, 32/8 and 32/2 heads:
-// the shortest of these take longer with shared items. Tests, whose steps are shorter, let plans share wherever they can while one of these
-// lives.
-inline int plan_overhead_keys = 250;
-class ShareWherever {
- public:
-  ShareWherever() { plan_overhead_keys = -(1 << 20); }
-  ~ShareWherever() { plan_overhead_keys = before_; }
-  ShareWherever(const ShareWherever&) = delete;
-  ShareWherever& operator=(const ShareWherever&) = delete;
+constexpr int kShareWherever = -(1 << 20);  // SharePolicy::overhead_keys with which all is shared that can be
 
- private:
-  const int before_ = plan_overhead_keys;
+// While one lives, plans for GPUs share wherever they can, which steps as short as those of tests do not gain from.
+class SharingWherever {
+ public:
+  SharingWherever() { ++living; }
+  ~SharingWherever() { --living; }
+  SharingWherever(const SharingWherever&) = delete;
+  SharingWherever& operator=(const SharingWherever&) = delete;
+
+  static inline std::atomic<int> living = 0;
 };
+// SharePolicy::overhead_keys of plans for GPUs, fitted on an H200 to steps of 2 to 16 requests of 600 to 8292 keys, 32/8 and 32/2 heads:
+// the shortest of these take longer with shared items.
+inline int plan_overhead_keys() { return SharingWherever::living > 0 ? kShareWherever : 250; }
 
 // Whether an item of this layer is the same for queries at any positions that see all of its keys: no logit depends on a position or on
 // what else a request has of its own, and what hides a key goes by indices and positions alone.

@@ -38,9 +38,9 @@ struct PrefixScratch {
 };
 
 // Makes the list of the requests with 1 to max_q query tokens if some share so much that it is worth it (most_percent), and there is room;
-// not where one of them has no keys. False: it is left as it was. The list has no Schedule::items; its
-// work is in order, and its merges have parts. Every query has to see all keys in front of its request's queries, and logits must not
-// depend on positions (is_position_free()).
+// not where one of them has no keys. False: it is left as it was. The list has no Schedule::items; its work is in order, and its merges
+// have parts. Every query has to see all keys in front of its request's queries, and logits must not depend on positions
+// (is_position_free()).
 bool share_prefixes(const Batch&, const KeySource&, const PrefixPolicy&, Schedule&, PrefixScratch&);
 
 }  // namespace imbrex

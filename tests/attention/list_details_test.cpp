@@ -13,7 +13,7 @@
 namespace imbrex {
 namespace {
 
-using test::expect_same_work, test::kBlock, test::kWherever, test::policy_of, test::policy_with_runs, test::SharedBatch;
+using test::expect_same_work, test::kBlock, test::policy_of, test::policy_with_runs, test::SharedBatch;
 
 TEST(SharedKeys, EveryPairIsCoveredOnceAndEveryRowIsMerged) {
   test::Random random(3);
@@ -122,8 +122,11 @@ TEST(SharedKeys, WindowsLeaveOutItemsThatSomeQuerySeesInPart) {
     if (random.between(0, 3) == 0) mask.window_right = random.between(0, 50);
     if (random.between(0, 2) == 0) mask.chunk = random.between(1, 1600), mask.chunk_lookback = random.between(0, 2);
     const SchedulePolicy policy = runs ? policy_with_runs(random) : policy_of(random);
-    const SharePolicy share{
-        .block_size = kBlock, .most_tokens = policy.tile_q, .overhead_keys = kWherever, .seen_by_all = true, .windows = windows_of(mask)};
+    const SharePolicy share{.block_size = kBlock,
+                            .most_tokens = policy.tile_q,
+                            .overhead_keys = kShareWherever,
+                            .seen_by_all = true,
+                            .windows = windows_of(mask)};
     ASSERT_EQ(share.windows == nullptr, mask.window_left < 0 && mask.window_right < 0 && mask.chunk == 0);
     const SharePolicy blindly{.block_size = kBlock, .most_tokens = policy.tile_q, .seen_by_all = true};
     Schedule plain, blind, shared;

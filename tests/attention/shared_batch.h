@@ -92,8 +92,6 @@ inline void expect_same_work(const SharedBatch& b, const Schedule& plain, const 
   }
 }
 
-constexpr int kWherever = -(1 << 20);  // SharePolicy::overhead_keys with which all is shared that can be
-
 // Lists with runs of pieces, as GPUs have them.
 inline SchedulePolicy policy_with_runs(Random& random) {
   const int tile_q = random.of({2, 4, 16});

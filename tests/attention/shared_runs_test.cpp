@@ -9,7 +9,7 @@
 namespace imbrex {
 namespace {
 
-using test::expect_same_work, test::kBlock, test::kWherever, test::policy_with_runs, test::SharedBatch;
+using test::expect_same_work, test::kBlock, test::policy_with_runs, test::SharedBatch;
 
 TEST(SharedKeys, RunsOfRequestsWithOneStemEndWhereItDoes) {
   test::Random random(11);
@@ -19,7 +19,7 @@ TEST(SharedKeys, RunsOfRequestsWithOneStemEndWhereItDoes) {
     const SharedBatch b(random, random.between(0, 20), 1500);
     const SchedulePolicy policy = policy_with_runs(random);
     const SharePolicy share{
-        .block_size = kBlock, .most_tokens = policy.tile_q, .overhead_keys = round % 2 == 0 ? kWherever : 0, .seen_by_all = true};
+        .block_size = kBlock, .most_tokens = policy.tile_q, .overhead_keys = round % 2 == 0 ? kShareWherever : 0, .seen_by_all = true};
     Schedule plain, apart, shared;
     schedule(b.batch, {}, policy, plain);
     cut(b.batch, {}, policy, shared);
@@ -149,7 +149,7 @@ TEST(SharedKeys, ShortStepsShareNothing) {
     find_keys_of(b);
     ShareScratch scratch;
     for (const bool costs : {false, true}) {
-      const SharePolicy share{.block_size = kBlock, .most_tokens = 4, .overhead_keys = costs ? 250 : kWherever, .seen_by_all = true};
+      const SharePolicy share{.block_size = kBlock, .most_tokens = 4, .overhead_keys = costs ? 250 : kShareWherever, .seen_by_all = true};
       Schedule list, before;
       cut(b.batch, {}, kListOfH200, list);
       before = list;

@@ -174,7 +174,7 @@ class GraphAgainstEager {
   }
 
  private:
-  const ShareWherever plans_;  // steps are short
+  const SharingWherever plans_;  // steps are short
   struct Side {
     std::unique_ptr<imbrex::Plan> plan;
     DeviceBuffer k, v, out, lse, table, slots, mask, starts, lens;

@@ -424,7 +424,7 @@ bool holds(KvFormat format, const AttentionSpec& of_case) {
 }
 
 RunResult run_case(const BackendOf<AttentionFamily>& backend, const DeviceInfo& device, const CaseInputs& in, const RunOptions& options) {
-  const ShareWherever plans;
+  const SharingWherever plans;
   return Runner(backend, device, in, options).run();
 }
 

@@ -142,7 +142,7 @@ void Plan::share(const Batch& batch, Step& next, int& rows) {
   const int tile_rows = regimes_[kDecode].kernel.tile.rows;
   const SharePolicy share{.block_size = spec_.block_size,
                           .most_tokens = tile_rows / spec_.group_size(),
-                          .overhead_keys = plan_overhead_keys,
+                          .overhead_keys = plan_overhead_keys(),
                           .seen_by_all = true,
                           .windows = windows_of(spec_.mask)};
   // Shorter runs need more rows. These lie behind those of other regimes, which stay where they are.

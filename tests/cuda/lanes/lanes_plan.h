@@ -175,7 +175,7 @@ class LanesPlan final : public AttentionPlan {
     find_keys(batch_, keys);
     const SharePolicy share{.block_size = spec_.block_size,
                             .most_tokens = policy.tile_q,
-                            .overhead_keys = -(1 << 20),
+                            .overhead_keys = kShareWherever,
                             .seen_by_all = true,
                             .windows = windows_of(spec_.mask)};
     ShareScratch scratch;
