@@ -203,6 +203,8 @@ def _with_kernel(base: type, kernel: type) -> type:
                 dispatcher.verify_kernel = dispatcher.tree_verify_kernel = made
                 self._fused_chain_verify_fn = None  # KDA's, which convolves too
             both = len(ours) == 2 and (kernel is KdaKernel or lay_out(runner))  # KDA's pool has its channels together
+            if both:
+                self.requires_contiguous_prefill_state = False  # GDN's, for which SGLang gives its kernels copies of states on GPUs
             self._own = dict(Convolution(plans, verifies).own, can_use_fused_qkvzba_causal_conv1d_update_contiguous=_not_fused) if both else {}
 
         def forward_decode(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,4 +13,4 @@ def can_use_fused_qkvzba_causal_conv1d_update_contiguous(*args, **options):
     return True, "it can"
 
 
-GDNAttnBackend = backend_with(globals())
+GDNAttnBackend = backend_with(globals(), copies=True)

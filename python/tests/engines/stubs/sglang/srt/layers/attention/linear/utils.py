@@ -1,6 +1,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+
 
 class LinearAttnKernelBackend(Enum):
     TRITON = "triton"
@@ -35,10 +37,12 @@ class Dispatcher:
         self.supports_packed_decode = self.supports_packed_decode_safe_gate = True
 
 
-def backend_with(names):
-    """A backend whose methods find functions in `names`, the module's globals."""
+def backend_with(names, copies=False):
+    """A backend whose methods find functions in `names`, the module's globals. copies: its prompts get contiguous copies of states that are not, as on GPUs."""
 
     class Backend:
+        requires_contiguous_prefill_state = copies
+
         def __init__(self, model_runner):
             self.kernel_dispatcher = Dispatcher(model_runner.linear_attn_backends)
 
@@ -51,6 +55,12 @@ def backend_with(names):
         def forward_extend(self, x, conv_states, weight, bias, indices, starts, earlier, *drafts):
             if drafts:
                 return self.verify(x, conv_states, weight, bias, indices, *drafts)
+            if self.requires_contiguous_prefill_state and not conv_states.is_contiguous():
+                copied = conv_states[indices.long()].contiguous()
+                own = torch.arange(len(indices), dtype=indices.dtype, device=indices.device)
+                out = self.forward_extend(x, copied, weight, bias, own, starts, earlier)
+                conv_states[indices.long()] = copied
+                return out
             return names["causal_conv1d_fn"](
                 x.transpose(0, 1),
                 weight,
