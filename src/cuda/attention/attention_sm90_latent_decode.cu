@@ -29,8 +29,8 @@ class Consumer {
 
   DEVICE void run() {
     each_item(shared_, [this](const Item& item) {
-      mbarrier_wait(shared_address(&shared_.q_full), parities_ & 1);
-      parities_ ^= 1;
+      mbarrier_wait(shared_address(&shared_.q_full), turns_ & 1);
+      turns_ ^= 1;
       if constexpr (kBytes) take_queries(item);
       run_item(item);
     });
@@ -53,17 +53,16 @@ class Consumer {
     scale_ = kPlainLogits ? logit_scale(p_, item.kv_head) * kLog2e : 1.f;
     Tree tree;
     Sums piece;
-    piece.clear(0.f);
+    piece.clear();
     int left = piece_tiles;
-    bool begins = true;  // a piece
 #pragma unroll 1
     for (int begin = tiles.first, together; begin < tiles.end; begin += together) {
       together = kTilesTogether > 1 && left > 1 && tiles.end - begin > 1 ? kTilesTogether : 1;
       const int tile = kBytes ? begin + team_ : begin;
       const bool last = begin + together == tiles.end, whole = tile < whole_end && (!kWindow || tile >= whole_first);
+      const bool begins = left == piece_tiles, ends = left == together || last;  // a piece
       if (begins) tree.go_on(p_, piece);
-      const bool ends = left == together || last;  // a piece
-      const Ring<kStages> first = stage_;
+      const Ring<kStages> first = kBytes ? Ring<kStages>{} : stage_;
       const int lo = item_lo - tile * kTileKeys, hi = item_hi - tile * kTileKeys;  // the item's keys in the tile
       const bool exists = tile < begin + together;
       Scores s;
@@ -92,16 +91,17 @@ class Consumer {
         add_values(first, begins, piece);
       }
       left -= together;
-      begins = ends;
       if (!ends) continue;
       if constexpr (kDsMla) multiply(piece.out, reciprocal_of_power(shuffle(up_, byte_tile(0).group())));
       take_sums(piece);
-      tree.add(p_, piece);
+      tree.add(piece);
       left = piece_tiles;
     }
-    store_sums(p_, item, tree.end(p_, piece), team_, warp_);
+    tree.end(p_, item, piece, team_, warp_);
   }
 
+  // Bytes: where weights are now; the other team may still read those before.
+  DEVICE int turn() const { return int(turns_ >> 2 & 1) * kTeams; }
   DEVICE void meet() const { named_barrier_sync(1, 128 * kTeams); }
   DEVICE int lane() const { return computed_here(lane_id()) % 32u; }
   // A key of the thread's in a tile.
@@ -262,7 +262,7 @@ class Consumer {
   DEVICE void put_weights(const Scores& weights, const Scales& scales) const {
     constexpr int kPairs = kColumns / 2, kTogether = kKeys * kPairs <= 4 ? kKeys : 1;  // keys that one instruction stores
     const int row = lane() % kTileRows;
-    const u32 to = shared_address(shared_.weights[kBytes ? turn_ + team_ : 0]) + row * 128;
+    const u32 to = shared_address(shared_.weights[kBytes ? turn() + team_ : 0]) + row * 128;
 #pragma unroll
     for (int first = 0; first < kKeys; first += kTogether) {
       u32 pairs[kTogether * kPairs];
@@ -274,7 +274,7 @@ class Consumer {
       const int h = !kBytes ? team_ : kTogether > 1 ? lane() / kTileRows : first;
       store_matrix_transposed(to + (2 * warp_ + h ^ row % 8) * 16, pairs);
     }
-    if constexpr (kDsMla) put_scales<type>(shared_.scales[turn_ + team_], warp_, scales);
+    if constexpr (kDsMla) put_scales<type>(shared_.scales[turn() + team_], warp_, scales);
   }
 
   // Multiplies the values of a tile, whose first group of chunks is in stage `first`, by its weights, and leaves the tile's stages.
@@ -360,7 +360,7 @@ class Consumer {
     if (team_ == 0) mbarrier_wait(shared_address(&shared_.full[second.at]), second.parity);
     const ByteTile first = byte_tile(0);
     const u32 of_second = shared_address(shared_.stage[second.at]);
-    const u32 weights = shared_address(shared_.weights[turn_]), scales = shared_address(shared_.scales[turn_]);
+    const u32 weights = shared_address(shared_.weights[turn()]), scales = shared_address(shared_.scales[turn()]);
     const auto leave = [&] {
       report(shared_.empty[stage_.at]);
       stage_.next();
@@ -370,7 +370,7 @@ class Consumer {
     } else {
       first.multiply_values<kF16>(both, of_second, weights, scales, values, piece.out, leave);
     }
-    turn_ ^= kTeams;
+    turns_ ^= 4;
   }
 
   // --- the end of a piece, and of an item
@@ -386,8 +386,8 @@ class Consumer {
     report(shared_.sums_full);
   }
   DEVICE void take_sums(Sums& piece) {
-    mbarrier_wait(shared_address(&shared_.sums_full), parities_ >> 1);
-    parities_ ^= 2;
+    mbarrier_wait(shared_address(&shared_.sums_full), turns_ >> 1 & 1);
+    turns_ ^= 2;
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
       float4 low, high;
@@ -400,10 +400,9 @@ class Consumer {
   SharedStorage& shared_;
   const int team_, warp_;  // the warpgroup's number, and the warp's within it
   Ring<kStages> stage_;
-  u32 parities_ = 0;   // of q_full (1) and of sums_full (2)
+  u32 turns_ = 0;      // the parities of q_full (1) and of sums_full (2), and whose turn it is of the places of weights (4)
   u32 q_ = 0;          // bytes: query_descriptor()
   float up_ = 1.f;     // fp8_ds_mla: what scales for the group of take_scales() are multiplied by in the piece, a power of two
-  int turn_ = 0;       // bytes: where weights are now; the other team may still read those before
   float scale_ = 1.f;  // of what modify() leaves, to log2 units
 };
 
