@@ -76,6 +76,45 @@ TEST_P(PrefixLaws, BalancedListsOfLatentsAreWithinTheBounds) {
   if (ran == 0) GTEST_SKIP() << "it runs none of these layers";
 }
 
+// Drafts, chains and trees, of so few tokens that a tile has rows for several requests' tokens. Beside them requests of one token, and one
+// of so many that it is in another list.
+TEST_P(PrefixLaws, BalancedListsOfDraftsAreWithinTheBounds) {
+  struct Layer {
+    int group, dims, tokens;
+    bool latent = false;
+    TreePattern tree = TreePattern::none;
+    DType kv = DType::bf16;
+  };
+  using enum TreePattern;
+  int ran = 0;
+  for (const Layer& layer : {Layer{4, 128, 8},
+                             {16, 128, 3},
+                             {16, 64, 2},
+                             {8, 128, 6},
+                             {5, 256, 5},
+                             {4, 128, 7, false, none, DType::fp8_e4m3},
+                             {4, 128, 8, false, random},
+                             {8, 128, 6, false, binary},
+                             {12, 64, 2, false, forest},
+                             {16, 512, 2, true},
+                             {8, 512, 4, true},
+                             {16, 512, 2, true, random},
+                             {8, 512, 3, true, binary}}) {
+    if (ran > 0 && !GetParam().on_gpu()) break;
+    Case c;
+    c.name = "draft_prefix", c.seed = uint64_t(layer.group), c.tree = layer.tree;
+    c.spec = {.num_q_heads = 2 * layer.group, .num_kv_heads = 2, .head_dim_qk = layer.dims, .head_dim_v = layer.dims, .kv_dtype = layer.kv};
+    c.spec.block_size = 16, c.spec.mask.tree = layer.tree != none;
+    if (layer.latent)
+      c.spec.num_q_heads = layer.group, c.spec.num_kv_heads = 1, c.spec.head_dim_qk = 576, c.spec.kv_format = KvFormat::latent;
+    const int q = layer.tokens, n = GetParam().on_gpu() ? 2600 : 400;
+    c.requests = {{q, n, 0},  {q, n + 10, 0}, {2, n + 5, 0},   {q, n, 0},       {1, n - 10, 0},  {0, 0, 2},       {q, n + 40, 0}, {q, n, 0},
+                  {1, 30, 3}, {90, 190, 4},   {q, n + 100, 1}, {q, n + 110, 1}, {q, n + 100, 1}, {1, n + 105, 1}, {q, n + 105, 1}};
+    ran += expect_within_bounds(c);
+  }
+  if (ran == 0) GTEST_SKIP() << "it runs none of these layers";
+}
+
 INSTANTIATE_TEST_SUITE_P(All, PrefixLaws, testing::ValuesIn(targets()), [](const auto& info) { return info.param.name(); });
 
 }  // namespace

@@ -75,8 +75,10 @@ bool may_share_prefixes(const AttentionKernels& table, std::string_view arch, co
   const bool latents = codec_of(spec).values_in_keys;
   const RegimeKernel kernel = table.kernel(arch, spec, prefix_kernel(spec)), decode = table.kernel(arch, spec, kDecode);
   const int group = spec.group_size();
+  AttentionSpec without_tree = spec;
+  without_tree.mask.tree = false;
   const bool is_plain = spec.block_size > 0 && !spec.mask.positions && windows_of(spec.mask) == nullptr;
-  return is_plain && is_position_free(spec) && kernel.entry != nullptr && (latents ? kernel.tile.merged : !kernel.joins_pieces) &&
+  return is_plain && is_position_free(without_tree) && kernel.entry != nullptr && (latents ? kernel.tile.merged : !kernel.joins_pieces) &&
          kernel.tile.rows / group >= 2 * std::max(decode.tile.rows / group, 1);
 }
 

@@ -58,7 +58,8 @@ struct PrefixCosts {
 };
 PrefixCosts prefix_costs(const AttentionSpec&);
 // Whether that kernel may share the prefixes of a layer: with rows for twice as many tokens as decode's, and partial results that merge.cu
-// joins. (Where a token fills a tile, reading its keys once for several tokens would not make products fewer.)
+// joins. (Where a token fills a tile, reading its keys once for several tokens would not make products fewer.) Drafts may be trees: each of
+// their tokens sees all keys in front of its request's tokens.
 bool may_share_prefixes(const AttentionKernels&, std::string_view arch, const AttentionSpec&);
 
 // Error plan.scratch for sizes that no memory has.
