@@ -72,8 +72,9 @@ DEVICE float of_own_column(const float (&of_columns)[kColumns]) {
   for (int k = 1; k < kColumns; ++k) x = column == k ? of_columns[k] : x;
   return x;
 }
+// What the lanes have whose own column this is.
 DEVICE float of_lanes(float own, int column) { return shuffle(own, column * 4 + computed_here(lane_id()) % 4); }
-// How sums of a column are joined, as the lanes know whose own it is.
+// The same for how sums are joined.
 DEVICE Fold of_lanes(const Fold& own, int column) {
   Fold fold = own;
   fold.kept = of_lanes(own.kept, column), fold.added = of_lanes(own.added, column);
