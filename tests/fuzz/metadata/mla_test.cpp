@@ -114,7 +114,7 @@ LatentProblem right_latents(Random& random) {
   f.num_heads = int32_t(random.between(1, 3)), f.kv_lora_rank = int32_t(8 * random.between(1, 4));
   f.qk_nope_dim = int32_t(8 * random.between(1, 2)), f.qk_rope_dim = int32_t(8 * random.between(0, 2));
   f.v_dim = int32_t(8 * random.between(1, 2)), f.dtype = f.kv_dtype = IMBREX_F32, f.block_size = kLatentBlock;
-  if (random.one_in(3)) f.kv_lora_rank = 128, f.qk_nope_dim = f.v_dim = 8;  // which many queries have expanded
+  if (random.one_in(2)) f.kv_lora_rank = 128, f.qk_nope_dim = f.v_dim = 8;  // which many queries have expanded
   f.sinks = random.one_in(3), f.absorbed = random.one_in(4), f.custom_mask = random.one_in(5);
   f.tree = !f.custom_mask && random.one_in(4);
   if (f.qk_rope_dim > 0 && random.one_in(3)) f.kv_format = IMBREX_KV_LATENT_ROPE;
@@ -133,7 +133,8 @@ LatentProblem right_latents(Random& random) {
   p.parents.given = f.tree && !random.one_in(4), p.drafts.given = p.parents.given && random.one_in(2);
   p.starts.values = {0};
   for (int r = 0; r < reqs; ++r) {
-    const int q_len = int(random.one_in(3) ? random.between(8, 36) : random.between(0, 3)), past = int(random.between(q_len == 0, 60));
+    const int q_len = int(random.one_in(3) ? random.between(8, 48) : random.between(0, 3)),
+              past = int(random.between(q_len == 0, columns * kLatentBlock - 48));
     for (int c = 0; c < columns; ++c) table[size_t(r * columns + c)] = order[size_t(r * columns + c)];
     for (int j = past; j < past + q_len; ++j)
       slots.push_back(random.one_in(9) ? -1 : int64_t(table[size_t(r * columns + j / kLatentBlock)]) * kLatentBlock + j % kLatentBlock);
