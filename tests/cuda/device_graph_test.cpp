@@ -100,6 +100,54 @@ TEST_P(DeviceGraph, SharedPrefixes) {
     }
 }
 
+// Trees of drafts, which may begin with the same blocks, planned here or on the device.
+TEST_P(DeviceGraph, Trees) {
+  AttentionSpec spec = test::graph_spec();
+  spec.mask.tree = true, spec.num_q_heads = 16, spec.head_dim_qk = spec.head_dim_v = 128;
+  AttentionSpec latent = spec;
+  latent.num_kv_heads = 1, latent.head_dim_qk = 576, latent.head_dim_v = 512, latent.kv_format = KvFormat::latent;
+  const PlanLimits limits{.max_num_reqs = 40, .max_num_tokens = 200, .max_seq_len = 3000, .max_query_len = 8};
+  for (const AttentionSpec& s : {spec, latent}) {
+    SCOPED_TRACE(s.str());
+    run({.spec = s, .limits = limits, .beside = true, .batches = 60, .seed = 51});
+    run({.spec = s, .limits = limits, .device_arrays = true, .device_lengths = true, .batches = 60, .seed = 52});
+    if (GetParam() != std::string_view("cuda_sm90")) continue;
+    for (const int heads : {8, 16})
+      for (const int longest : {4, 8}) {
+        AttentionSpec shared = s;
+        shared.num_q_heads = heads;
+        PlanLimits shorter = limits;
+        shorter.max_query_len = longest;
+        run({.spec = shared,
+             .limits = shorter,
+             .shared_blocks = true,
+             .balanced = true,
+             .beside = true,
+             .batches = 60,
+             .seed = 53u + unsigned(heads + longest)});
+      }
+  }
+}
+
+// Two plans at the same time, on streams of their own, one of them in a graph.
+TEST_P(DeviceGraph, Beside) {
+  const PlanLimits limits{.max_num_reqs = 40, .max_num_tokens = 120, .max_seq_len = 3000, .max_query_len = 6};
+  for (const DType kv : {DType::bf16, DType::fp8_e4m3})
+    for (const int heads : {4, 16, 32, 64, 128}) {
+      if (heads == 128 && kv != DType::bf16) continue;  // nothing is cut in steps as short as these
+      AttentionSpec latent = test::graph_spec(kv);
+      latent.num_q_heads = heads, latent.num_kv_heads = 1, latent.head_dim_qk = 576, latent.head_dim_v = 512;
+      latent.kv_format = KvFormat::latent;
+      run({.spec = latent, .limits = limits, .beside = true, .batches = 60, .seed = 60u + unsigned(heads)});
+    }
+  AttentionSpec spec = test::graph_spec();
+  spec.head_dim_qk = spec.head_dim_v = 128;
+  run({.spec = spec, .beside = true, .batches = 100, .seed = 71});
+  for (const bool balanced : {false, true})
+    if (!balanced || GetParam() == std::string_view("cuda_sm90"))
+      run({.spec = spec, .limits = limits, .shared_blocks = true, .balanced = balanced, .beside = true, .batches = 100, .seed = 72});
+}
+
 TEST_P(DeviceGraph, CustomMask) {
   AttentionSpec spec = test::graph_spec();
   spec.mask.custom = true;

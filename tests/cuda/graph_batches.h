@@ -8,6 +8,7 @@
 #include <random>
 #include <vector>
 
+#include "attention/draft_tree.h"
 #include "attention/kv_codec.h"
 #include "attention/shared_keys.h"
 #include "cuda/driver/memory.h"
@@ -17,7 +18,7 @@
 namespace imbrex::cuda::test {
 
 struct GraphProblem {
-  AttentionSpec spec;  // paged
+  AttentionSpec spec;  // paged; under Mask::tree requests are random trees, or chains
   PlanLimits limits{.max_num_reqs = 12, .max_num_tokens = 300, .max_seq_len = 3000};
   bool device_arrays = false;   // block table, slots and mask in device memory, where they stay; otherwise on the host
   bool device_lengths = false;  // with device_arrays: the graph has an update_on_device() in it, and copies of lengths between its replays
@@ -26,6 +27,7 @@ struct GraphProblem {
   bool balanced = false;        // lists follow the load
   bool apart = false;           // a third plan has its arrays in device memory, so that it shares none: the bits are the same
   bool shared_scratch = false;  // of both plans; in the middle a third, larger one joins them
+  bool beside = false;          // eager calls have a stream of their own: both plans run at the same time, several times
   int keys = 12800;             // that the cache has room for
   int batches = 100;
   unsigned seed = 1;
@@ -33,7 +35,7 @@ struct GraphProblem {
 
 // One step: any mix of padded and empty requests, decode, verify, chunks and whole prompts, in pages of their own.
 struct RandomStep {
-  std::vector<int32_t> starts{0}, lens, table;
+  std::vector<int32_t> starts{0}, lens, table, parents;
   std::vector<int64_t> slots;
   std::vector<uint8_t> mask;
   int width = 0;
@@ -80,6 +82,10 @@ struct RandomStep {
       if (p.spec.mask.custom)
         for (int i = 0; i < (p.packed_mask ? (q_len * seq_len + 7) / 8 : q_len * seq_len); ++i)
           mask.push_back(uint8_t(p.packed_mask ? below(256) : below(3) > 0));
+      if (p.spec.mask.tree) {
+        const bool chain = q_len > kMostTreeTokens || below(4) == 0;
+        for (int t = 0; t < q_len; ++t) parents.push_back(chain ? t - 1 : below(t + 1) - 1);
+      }
     }
   }
 };
@@ -92,6 +98,7 @@ class GraphAgainstEager {
         info_(device),
         context_(std::move(context)),
         stream_(context_),
+        eager_stream_(context_),
         device_(device.device),
         random_(problem.seed) {
     if (p_.shared_scratch) workspace_ = make_workspace(device);
@@ -107,6 +114,7 @@ class GraphAgainstEager {
       side->starts = DeviceBuffer(context_, size_t(p_.limits.max_num_reqs + 1) * sizeof(int32_t));
       side->lens = DeviceBuffer(context_, size_t(p_.limits.max_num_reqs) * sizeof(int32_t));
       side->mask = DeviceBuffer(context_, size_t(p_.limits.max_num_tokens) * size_t(p_.limits.max_seq_len));
+      side->parents = DeviceBuffer(context_, size_t(p_.limits.max_num_tokens) * sizeof(int32_t));
     }
     q_ = fill(rows(p_.limits.max_num_tokens, p_.spec.num_q_heads, p_.spec.head_dim_qk, p_.spec.q_dtype), 1);
     new_k_ = fill(rows(p_.limits.max_num_tokens, p_.spec.num_kv_heads, p_.spec.head_dim_qk, p_.spec.q_dtype), 2);
@@ -138,10 +146,12 @@ class GraphAgainstEager {
           update(*side, step);
         }
       }
-      graph.replay();
-      layer(eager_);
+      for (int time = 0; time < (p_.beside ? 5 : 1); ++time) {
+        graph.replay();
+        layer(eager_);
+      }
       if (p_.apart) layer(apart_);
-      stream_.synchronize();
+      stream_.synchronize(), eager_stream_.synchronize();
       const std::string what = eager_.plan->str() + ", batch " + std::to_string(batch);
       if (p_.device_lengths) {
         EXPECT_EQ(graph_.plan->device_problems(stream_.get()), std::vector<Reason>{}) << what;
@@ -177,13 +187,14 @@ class GraphAgainstEager {
   const SharingWherever plans_;  // steps are short
   struct Side {
     std::unique_ptr<imbrex::Plan> plan;
-    DeviceBuffer k, v, out, lse, table, slots, mask, starts, lens;
+    DeviceBuffer k, v, out, lse, table, slots, mask, parents, starts, lens;
   };
 
   std::vector<Side*> sides() {
     if (p_.apart) return {&graph_, &eager_, &apart_};
     return {&graph_, &eager_};
   }
+  CUstream stream_of(const Side& side) const { return p_.beside && &side == &eager_ ? eager_stream_.get() : stream_.get(); }
   int num_blocks() const { return p_.keys / p_.spec.block_size; }
   PlanOptions options() const {
     PlanLimits limits = p_.limits;
@@ -244,7 +255,9 @@ class GraphAgainstEager {
     const int64_t slots = on_device ? p_.limits.max_num_tokens : int64_t(step.slots.size());  // on a device: for any later batch
     if (!step.slots.empty()) batch.slot_mapping = place(side.slots, step.slots, DType::i64, {slots}, on_device);
     if (!step.mask.empty()) mask_of(batch) = place(side.mask, step.mask, DType::u8, {int64_t(step.mask.size())}, on_device);
-    side.plan->update(batch, stream_.get());
+    batch.draft_parents = step.parents;
+    stream_.synchronize();  // memory is as it should be, whatever stream comes next
+    side.plan->update(batch, stream_of(side));
   }
   // For the largest batch, which is what the graph is captured with: requests that a step does not have are padding.
   void update_on_device(Side& side) const {
@@ -254,6 +267,7 @@ class GraphAgainstEager {
                       .block_table = view(side.table, DType::i32, {reqs, width}),
                       .slot_mapping = view(side.slots, DType::i64, {p_.limits.max_num_tokens})};
     if (p_.spec.mask.custom) mask_of(batch) = view(side.mask, DType::u8, {int64_t(side.mask.bytes())});
+    if (p_.spec.mask.tree) batch.draft_parents = view(side.parents, DType::i32, {p_.limits.max_num_tokens});
     side.plan->update_on_device(batch, stream_.get());
   }
   void send(const Side& side, RandomStep step) const {
@@ -263,7 +277,7 @@ class GraphAgainstEager {
       copy_to_device(to.address(), values.data(), values.size() * sizeof values[0], stream_.get());
     };
     copy(side.starts, step.starts), copy(side.lens, step.lens), copy(side.table, step.table), copy(side.slots, step.slots);
-    copy(side.mask, step.mask);
+    copy(side.mask, step.mask), copy(side.parents, step.parents);
     stream_.synchronize();
   }
   void layer(const Side& side) const {
@@ -276,20 +290,20 @@ class GraphAgainstEager {
         .k_scale = {},
         .v_scale = {}};
     side.plan->write_kv(cache, view(new_k_, s.q_dtype, {tokens, s.num_kv_heads, s.head_dim_qk}),
-                        has_values ? view(new_v_, s.q_dtype, {tokens, s.num_kv_heads, s.head_dim_v}) : TensorView{}, stream_.get());
+                        has_values ? view(new_v_, s.q_dtype, {tokens, s.num_kv_heads, s.head_dim_v}) : TensorView{}, stream_of(side));
     Inputs in{.q = view(q_, s.q_dtype, {tokens, s.num_q_heads, s.head_dim_qk}), .kv = cache};
     if (s.score.sinks) in.sinks = view(sinks_, DType::f32, {s.num_q_heads});
     side.plan->run(in,
                    {.out = view(side.out, s.q_dtype, {tokens, s.num_q_heads, s.head_dim_v}),
                     .lse = view(side.lse, DType::f32, {tokens, s.num_q_heads})},
-                   stream_.get());
+                   stream_of(side));
   }
 
   GraphProblem p_;
   const Backend& backend_;
   DeviceInfo info_;
   ContextPtr context_;
-  OwnedStream stream_;
+  OwnedStream stream_, eager_stream_;
   Device device_;
   std::mt19937 random_;
   std::shared_ptr<Workspace> workspace_;  // null: each plan has its own

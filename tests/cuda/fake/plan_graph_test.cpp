@@ -72,6 +72,17 @@ TEST_P(PlanGraph, SharedBlocks) {
   run({.spec = spec, .limits = limits, .device_arrays = true, .shared_blocks = true, .batches = kBatches, .seed = 12});
 }
 
+// Trees of drafts, which may begin with the same blocks, planned here or on the device.
+TEST_P(PlanGraph, Trees) {
+  spec.mask.tree = true;
+  limits.max_query_len = 12;
+  constexpr int kEnough = 40;  // for some of them to share items
+  run({.spec = spec, .limits = limits, .beside = true, .batches = kBatches, .seed = 25});
+  run({.spec = spec, .limits = limits, .device_arrays = true, .device_lengths = true, .batches = kBatches, .seed = 26});
+  if (GetParam() != std::string_view("cuda_sm90")) return;
+  run({.spec = spec, .limits = limits, .shared_blocks = true, .balanced = true, .beside = true, .batches = kEnough, .seed = 27});
+}
+
 // Some steps have prefill over flat keys, others over the cache.
 TEST_P(PlanGraph, FlatKeys) {
   spec.num_q_heads = 16, spec.kv_dtype = DType::fp8_e4m3, spec.block_size = 1;
