@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # imbrex in the real transformers, vLLM and SGLang, on this machine's CPU: scripts/engine_check.sh [PART...]
-#   PART  of transformers, vllm, sglang; default: all, some 40 minutes and 10 GB on two cores. Not a part of .ci/run.
+#   PART  of transformers, vllm, sglang; default: all, some 50 minutes and 10 GB on two cores. Not a part of .ci/run.
 # Makes a Python environment for each in build/engine-check, with imbrex in it, serves small models with random weights on 127.0.0.1, and
 # compares tokens, log-probabilities and tokens/s with the engines' own attention. Prints Markdown tables and leaves them, with logs, in
 # build/engine-check/PART/. No model is fetched. Exit code 1 when something is wrong.
@@ -81,7 +81,10 @@ for part in "${parts[@]}"; do
       PYTHONPATH=$scripts/stand_ins "${run[@]}" "$scripts/sglang_drafts.py" "$base/models/llama" 2>"$base/$part/drafts.log" | tee "$base/$part/drafts.md" || failed+=(drafts)
     fi
     "${run[@]}" "$scripts/check_engine.py" "$part" "$base/models" "$base/$part" || failed+=("$part")
-    [ "$part" != vllm ] || "${run[@]}" "$scripts/vllm_features.py" "$base/models" "$base/$part" || failed+=("$part features")
+    if [ "$part" = vllm ]; then
+      "${run[@]}" "$scripts/vllm_features.py" "$base/models" "$base/$part" || failed+=("$part features")
+      "${run[@]}" "$scripts/vllm_drafts.py" "$base/$part/drafts" 2>"$base/$part/drafts.log" || failed+=("$part drafts")
+    fi
   fi
   echo "engine_check: $part took $((SECONDS - began)) s"
 done

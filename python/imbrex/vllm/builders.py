@@ -24,7 +24,16 @@ class BuilderSetup:
         self.settings = settings(given.get("imbrex") if isinstance(given, dict) else None)
         self.device_text = device_text(device)
         self._refuse_configuration()
-        self.layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
+        self.layers: Dict[str, Any] = {}
+        self._take_layers()
+
+    def _take_layers(self) -> bool:
+        """Whether self.layers has more layers now than before. vLLM's proposers make the builder of a draft's first layer, and add the names of the others
+        to the same list behind that."""
+        before = len(self.layers)
+        if before < len(self.layer_names):
+            self.layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, self.layer_names)
+        return len(self.layers) > before
 
     @cached_property
     def workspace(self) -> Workspace:

@@ -84,16 +84,19 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
         for name, asked in (("R-SWA", self.rswa_window is not None), ("multimodal prefixes", has_images)):
             if asked and self.on_device:
                 raise NotImplementedError(f'imbrex: expected no drafts and no on_device "always" with {name} on a GPU, whose masks the host makes')
+        self._limits_of_plans = self._limits(self._ahead())
+        self._has_images = has_images
+        self._plan_layers()
+
+    def _plan_layers(self) -> None:
+        """Plans for the layers that are in the group by now."""
         self.plans: Dict[Tuple, Plan] = {}
-        self.decode_plans = self.plans  # of steps with one token a request
+        self.decode_plans = {} if self._decode_has_graphs() else self.plans  # of steps with one token a request
         self._masked_plans: Dict[str, Dict[Tuple, Plan]] = {}  # by the mask that steps ask for
         for layer in self.layers.values():
             if not isinstance(layer.impl, Impl):
                 raise NotImplementedError(f"imbrex: expected layers of its own in its group, got {type(layer.impl).__name__}")
-        limits, packed = self._limits(self._ahead()), self._takes_packed_pages()
-        self._limits_of_plans = limits
-        if self._decode_has_graphs():
-            self.decode_plans = {}
+        limits, packed = self._limits_of_plans, self._takes_packed_pages()
         for layer in self.layers.values():
             layer.impl.kv_format = _amx_packed.FORMAT if packed else "strided"
             fields = self._fields_of(layer)
@@ -103,7 +106,7 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
                 self.plans[layer.impl.plan_key] = self._make_plan(spec, limits)
                 if self.decode_plans is not self.plans:
                     self.decode_plans[layer.impl.plan_key] = self._make_plan(spec, dict(self._decode_limits(limits), max_query_len=1))
-        if has_images:
+        if self._has_images:
             self._plans_masked("images")  # before the first request with one waits for it
         self._checked = not self.settings.self_check
         if self._checked:
@@ -193,6 +196,8 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Metadata:
         cam = common_attn_metadata
         self._check_step(common_prefix_len, cam)
+        if self._take_layers():
+            self._plan_layers()
         if not self._checked:
             self._self_check()
         plans, arrays = self._plans_of_step(cam)

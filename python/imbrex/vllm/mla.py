@@ -145,14 +145,17 @@ class MlaBuilder(Builder):
             raise NotImplementedError("imbrex: expected no speculative decoding of latent attention on a GPU, whose lengths the host does not know")
         self.on_device = gpu and self.settings.on_device == "always"  # steps of decode; which way a prompt takes is the host's affair
         self.supports_draft_decode_metadata_update = not gpu
+        self._plan_layers()
+
+    def _plan_layers(self) -> None:
+        gpu, limits = self.device_text != "cpu", self._limits(self._ahead())
         self.plans: Dict[Tuple, MlaPlan] = {}
         self.decode_plans: Dict[Tuple, MlaPlan] = {} if gpu else self.plans
-        limits = self._limits(self._ahead())
         alone = dict(self._decode_limits(limits), max_query_len=1, on_device=self.on_device)
         for name, layer in self.layers.items():
             if not isinstance(layer.impl, MlaImpl):
                 raise NotImplementedError(f"imbrex: expected layers of its own in its group, got {type(layer.impl).__name__}")
-            fields = layer.impl.spec_fields(kv_cache_spec, vllm_config.model_config.dtype)
+            fields = layer.impl.spec_fields(self.kv_cache_spec, self.vllm_config.model_config.dtype)
             layer.impl.layer_name, layer.impl.plan_key = name, tuple(fields.items())
             if layer.impl.plan_key not in self.plans:
                 spec = _core.MlaSpec(**fields)
@@ -173,6 +176,8 @@ class MlaBuilder(Builder):
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> MlaMetadata:
         cam = common_attn_metadata
         self._check_step(common_prefix_len, cam)
+        if self._take_layers():
+            self._plan_layers()
         if cam.causal is not True:
             raise NotImplementedError(f"imbrex: expected causal decoder layers, got causal={cam.causal}")
         decode = cam.max_query_len == 1

@@ -83,6 +83,18 @@ def test_layers_of_different_windows_in_one_group(device):
     serve(runner)
 
 
+def test_layers_that_are_named_behind_the_first(device):
+    """As vLLM's proposers do with those of a draft, in the list that the builder was given."""
+    runner = Runner(device, MODELS["windows"], one_group=True)
+    group = runner.groups[0]
+    names = group.names[:1]
+    runner.builders[0] = type(runner.builders[0])(group.spec, names, runner.config, runner.device)
+    assert len(runner.builders[0].plans) == 1
+    names += group.names[1:]
+    serve(runner)
+    assert len(runner.builders[0].plans) == 2
+
+
 def test_layers_that_share_their_cache(device):
     serve(Runner(device, [{}, {"kv_sharing_target_layer_name": "layers.0"}]))
 
