@@ -114,3 +114,15 @@ def tokens_a_step(drafts_of, prompt, answer):
             kept += 1
         count, rounds = count + kept + 1, rounds + 1
     return len(answer) / rounds
+
+
+def tokens_a_step_of_trees(paths_of, prompt, answer, certain=0):
+    """The same where paths_of(tokens) drafts a tree, of which it gives every node by the tokens to it. certain: so many tokens of a step come before the tree."""
+    whole, wrong = prompt + answer, -1
+
+    def drafts(known):
+        first, behind = whole[len(known) :][:certain], whole[len(known) + certain :]
+        kept = max((len(path) for path in paths_of(known) if list(path) == behind[: len(path)]), default=0)
+        return [*first, *behind[:kept], wrong]
+
+    return tokens_a_step(drafts, prompt, answer)

@@ -2,7 +2,7 @@
 
 import draft_models as m
 import torch
-from draft_reference import norm, rotated, tokens_a_step
+from draft_reference import norm, rotated, tokens_a_step, tokens_a_step_of_trees
 
 F = torch.nn.functional
 
@@ -88,6 +88,7 @@ class Frozen:
 
     def __init__(self, target, assistant, count):
         self.target, self.assistant, self.count = target, assistant, count
+        self.topk, self.nodes = 1, count + 1
 
     def cached(self, tokens):
         """The target's last hidden states [tokens, hidden], and keys and values of its last layer of each type."""
@@ -98,17 +99,14 @@ class Frozen:
         last = {kind: (cache.layers[i].keys, cache.layers[i].values) for i, kind in enumerate(self.target.config.layer_types)}
         return states, last
 
-    def steps(self, states, cached, count, token, true=None):
-        """The assistant's last hidden states and the logits of its steps behind `count` tokens of the cache; true: what it is to go on with instead of its drafts."""
-        state, kept = states[count - 1], {kind: tuple(x[:, :, :count] for x in kv) for kind, kv in cached.items()}
-        for i in range(self.count):
-            x = torch.cat([self.target.get_input_embeddings()(torch.tensor(token)), state])[None, None]
-            hidden = []
-            handle = self.assistant.lm_head.register_forward_pre_hook(lambda module, given: hidden.append(given[0]))
-            out = self.assistant(inputs_embeds=x, shared_kv_states=kept, position_ids=torch.tensor([[count - 1]]))
-            handle.remove()
-            state, token = out.last_hidden_state[0, -1], int(out.logits[0, -1].argmax()) if true is None else true[i]
-            yield hidden[0][0, -1], token
+    def step(self, state, cached, count, token):
+        """What the matrix of logits is given, the assistant's last hidden state, and the logits, of a step behind `count` tokens of the cache."""
+        kept = {kind: tuple(x[:, :, :count] for x in kv) for kind, kv in cached.items()}
+        x, hidden = torch.cat([self.target.get_input_embeddings()(torch.tensor(token)), state])[None, None], []
+        handle = self.assistant.lm_head.register_forward_pre_hook(lambda module, given: hidden.append(given[0]))
+        out = self.assistant(inputs_embeds=x, shared_kv_states=kept, position_ids=torch.tensor([[count - 1]]))
+        handle.remove()
+        return hidden[0][0, -1], out.last_hidden_state[0, -1], out.logits[0, -1]
 
     def learn(self, answers):
         """Fits the assistant's matrix of logits to the target's answers."""
@@ -117,9 +115,11 @@ class Frozen:
             known = prompt + answer
             states, cached = self.cached(known)
             for at in range(len(prompt), len(known) - self.count - 1, 2):
-                true = known[at + 1 : at + 1 + self.count]
-                inputs += [hidden for hidden, _ in self.steps(states, cached, at, known[at], true)]
-                outputs += true
+                state = states[at - 1]
+                for token, behind in zip(known[at : at + self.count], known[at + 1 :]):
+                    hidden, state, _ = self.step(state, cached, at, token)
+                    inputs.append(hidden)
+                    outputs.append(behind)
         inputs, outputs = torch.stack(inputs), F.one_hot(torch.tensor(outputs), m.TOKENS).float()
         square = inputs.T @ inputs + 3e-2 * len(inputs) * torch.eye(inputs.shape[1])
         self.assistant.lm_head.weight.data = torch.linalg.solve(square, inputs.T @ outputs).T.contiguous()
@@ -129,6 +129,19 @@ class Frozen:
         m.tokenizer().save_pretrained(folder)
         self.assistant.config.text_config.sliding_window -= 1  # in SGLang an assistant sees as many keys as the target does, in transformers one more
 
+    def paths(self, states, cached, count, token):
+        """As SGLang's worker drafts: the likeliest top-k nodes of a step go on, and of all the likeliest are verified. A chain with a top-k of 1."""
+        found, going_on = {}, [((), 1.0, states[count - 1], token)]
+        for _ in range(self.count):
+            nodes = []
+            for path, mass, state, token in going_on:
+                _, state, logits = self.step(state, cached, count, token)
+                likeliest = logits.softmax(-1).topk(self.topk)
+                nodes += [((*path, int(t)), mass * float(p), state, int(t)) for p, t in zip(*likeliest)]
+            found.update((path, mass) for path, mass, _, _ in nodes)
+            going_on = sorted(nodes, key=lambda node: node[1])[-self.topk :]
+        return sorted(found, key=found.get)[1 - self.nodes :]
+
     def tokens_a_step(self, prompt, answer):
         states, cached = self.cached(prompt + answer)
-        return tokens_a_step(lambda known: [token for _, token in self.steps(states, cached, len(known) - 1, known[-1])], prompt, answer)
+        return tokens_a_step_of_trees(lambda known: self.paths(states, cached, len(known) - 1, known[-1]), prompt, answer)

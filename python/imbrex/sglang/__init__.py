@@ -59,27 +59,40 @@ def admit_to_models(server_args: Any, previous: Callable[[Any], None]) -> None:
         model_hook.attention_backends_of, model_hook.resolved_view = plain
 
 
-def admit_to_paged_trees(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """SGLang's step for drafts, which refuses EAGLE with a top-k above 1 and pages of more than one token unless the attention backend is in a list of its own."""
+def admit_to_drafts(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """SGLang's step for drafts, which refuses attention backends that are not in lists of its own: EAGLE with a top-k above 1 and pages of more than one token, and
+    UNO with any but FA3 ("fa3"), whose steps are verifications of a chain and of a tree as others are.
+    """
     from sglang.srt.arg_groups import speculative_hook
 
-    plain = tuple(getattr(speculative_hook, name, None) for name in ("_handle_eagle_family", "resolved_view"))
-    if None in plain:  # another SGLang, which may refuse
+    plain = {
+        name: getattr(speculative_hook, name, None) for name in ("_handle_eagle_family", "_handle_uno", "resolved_view", "attention_backends_of")
+    }
+    if None in plain.values():  # another SGLang, which may refuse
         return previous(server_args)
-    family, view = plain
 
-    def family_seen(args: Any) -> None:
-        speculative_hook.resolved_view = lambda of: _SeenAsTriton(view(of))
-        try:
-            family(args)
-        finally:
-            speculative_hook.resolved_view = view
+    def with_seen(step: str, name: str, seen: Callable[[Any], Any]) -> Callable[[Any], None]:
+        """A step of SGLang's for which a function of its module says something else."""
 
-    speculative_hook._handle_eagle_family = family_seen
+        def run(args: Any) -> None:
+            setattr(speculative_hook, name, seen)
+            try:
+                plain[step](args)
+            finally:
+                setattr(speculative_hook, name, plain[name])
+
+        return run
+
+    def backends_seen(config: Any) -> Any:
+        return tuple("fa3" if name == NAME else name for name in plain["attention_backends_of"](config))
+
+    speculative_hook._handle_eagle_family = with_seen("_handle_eagle_family", "resolved_view", lambda of: _SeenAsTriton(plain["resolved_view"](of)))
+    speculative_hook._handle_uno = with_seen("_handle_uno", "attention_backends_of", backends_seen)
     try:
         previous(server_args)
     finally:
-        speculative_hook._handle_eagle_family = family
+        for name in ("_handle_eagle_family", "_handle_uno"):
+            setattr(speculative_hook, name, plain[name])
 
 
 def with_linear_kernels(original: Callable[..., Any], runner: Any, full_attn_backend: Any) -> Any:
@@ -101,6 +114,13 @@ def with_own_draft_backends(*args: Any, **kwargs: Any) -> Any:
     from .draft_workers import with_own_draft_backends
 
     return with_own_draft_backends(*args, **kwargs)
+
+
+def with_own_frozen_branches(*args: Any, **kwargs: Any) -> Any:
+    """Around the function of SGLang that imports the worker of an algorithm of drafts."""
+    from .draft_workers import with_own_frozen_branches
+
+    return with_own_frozen_branches(*args, **kwargs)
 
 
 def register() -> None:
@@ -127,9 +147,10 @@ def register() -> None:
     if NAME not in DRAFT_ATTENTION_BACKEND_CHOICES:
         add_draft_attention_backend_choices([NAME])
         HookRegistry.register("sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend", with_own_draft_backends, HookType.AROUND)
+        HookRegistry.register("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", with_own_frozen_branches, HookType.AROUND)
     if NAME not in ATTENTION_BACKENDS:
         register_resolution_hook("handle_model_specific_adjustments")(admit_to_models)
-        register_resolution_hook("handle_speculative_decoding")(admit_to_paged_trees)
+        register_resolution_hook("handle_speculative_decoding")(admit_to_drafts)
     register_attention_backend(NAME)(_make)
     if NAME not in LINEAR_ATTN_KERNEL_BACKEND_CHOICES:
         add_linear_attn_kernel_backend_choices([NAME])

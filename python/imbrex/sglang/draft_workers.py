@@ -1,5 +1,6 @@
 """imbrex among the backends of SGLang's draft workers, whose names are in lists in the middle of SGLang's functions."""
 
+import functools
 import sys
 from typing import Any, Callable, Dict, Tuple
 
@@ -28,6 +29,27 @@ def with_own_draft_backends(
 
     own: Makers = {NAME: steps if stamps_children else extend}
     return original(factory, backend_name, {**backend_map, **own}, error_template, stamps_children)
+
+
+def with_own_frozen_branches(original: Callable[..., Any], algorithm: Any, *args: Any) -> Any:
+    """Around SpeculativeAlgorithm.create_worker, which imports the worker of drafts over the target's own cache (FROZEN_KV_MTP) where it is asked for. For branches
+    that makes one of two backends of SGLang's. All its steps are the same: a token of each branch, over the committed tokens, and without new keys.
+    """
+    worker = original(algorithm, *args)
+    own = getattr(sys.modules.get("sglang.srt.speculative.frozen_kv_mtp_worker_v2"), "FrozenKVMTPDraftWorker", None)
+    make = getattr(own, "_init_draft_attn_backend", None)
+    if make is not None and not hasattr(make, "__wrapped__"):
+
+        @functools.wraps(make)
+        def backend(draft_worker: Any) -> Any:
+            if draft_worker.topk == 1 or draft_worker._resolve_draft_backend_type() != NAME:
+                return make(draft_worker)
+            from .backend import Backend
+
+            return Backend(draft_worker.draft_model_runner)
+
+        own._init_draft_attn_backend = backend
+    return worker
 
 
 def _admit_to_extend_graphs(backend: type) -> None:

@@ -78,7 +78,7 @@ def registry(sglang):
 
     imbrex.sglang.register()
     imbrex.sglang.register()
-    assert LINEAR_ATTN_KERNEL_BACKEND_CHOICES.count("imbrex") == 1 and len(HookRegistry._hooks) == 2
+    assert LINEAR_ATTN_KERNEL_BACKEND_CHOICES.count("imbrex") == 1 and len(HookRegistry._hooks) == 3
     HookRegistry.apply_hooks()
     return attention_registry
 

@@ -281,6 +281,26 @@ def test_trees_over_pages_are_admitted(sglang):
     assert plain == (speculative_hook.resolved_view, speculative_hook._handle_eagle_family)
 
 
+def test_uno_may_have_imbrex(sglang):
+    from sglang.srt.arg_groups import speculative_hook
+    from sglang.srt.arg_groups.resolution_hooks import run_hook
+
+    import imbrex.sglang
+
+    def resolved(prefill, decode):
+        backends = dict(attention_backend="imbrex", prefill_attention_backend=prefill, decode_attention_backend=decode)
+        run_hook(speculative_hook.handle_speculative_decoding, SimpleNamespace(speculative_algorithm="UNO", **backends))
+
+    with pytest.raises(ValueError, match="prefill='imbrex', decode='imbrex'"):
+        resolved(None, None)
+    imbrex.sglang.register()
+    plain = speculative_hook.attention_backends_of, speculative_hook._handle_uno
+    resolved(None, None), resolved("fa3", None), resolved(None, "fa3")
+    with pytest.raises(ValueError, match="decode='triton'"):
+        resolved(None, "triton")
+    assert plain == (speculative_hook.attention_backends_of, speculative_hook._handle_uno)
+
+
 def test_what_may_be_glued(device, on_device):
     """SGLang may capture what comes before a replay where all of it is on the GPU; tables are then as wide as they may become."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode

@@ -19,6 +19,18 @@ def _count(what, runner):
         file.write("\n".join(f"{name}: {count}" for name, count in sorted(counts.items())))
 
 
+@contextlib.contextmanager
+def _set(owner, name, value):
+    before = getattr(owner, name, None)
+    if owner is not None:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if owner is not None:
+            setattr(owner, name, before)
+
+
 def _graphs(contexts):
     class Graphs:
         """In the place of SGLang's FullCudaGraphBackend."""
@@ -39,20 +51,25 @@ def _graphs(contexts):
                 function()
                 if post_warmup_hook is not None:
                     post_warmup_hook()
-            self.captured[key] = function, contexts._current
+            self.captured[key] = function, contexts._current, getattr(self._adapters(), "batch_info", None)
             _count("captured", self.runner)
+
+        def _adapters(self):
+            """What says which rows go through an adapter (UNO's): a graph goes on doing what that said when it was captured."""
+            return getattr(getattr(self.runner.model_runner, "lora_manager", None), "lora_backend", None)
 
         def can_run(self, batch, key):
             return key in self.captured
 
         def replay(self, key, batch, **ignored):
             _count("replayed", self.runner)
-            function, context = self.captured[key]
+            function, context, rows = self.captured[key]
             model = getattr(self.runner, "layer_model", None)
             replaced = None if model is None else model.__dict__.pop("forward", None)  # by a call of replay(), in graphs of prefill
             before = contexts.set_forward_context(context)
             try:
-                return function()
+                with _set(self._adapters(), "batch_info", rows):
+                    return function()
             finally:
                 contexts.set_forward_context(before)
                 if replaced is not None:
@@ -64,7 +81,7 @@ def _graphs(contexts):
     return Graphs
 
 
-def _put_graphs(decode, draft, extend, prefill):
+def _put_graphs(decode, draft, extend, prefill, frozen):
     from sglang.srt.model_executor import forward_context
     from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend, enable_breakable_cuda_graph
 
@@ -79,7 +96,7 @@ def _put_graphs(decode, draft, extend, prefill):
         def replay_session(self):
             return enable_breakable_cuda_graph()
 
-    for module in (decode, draft, extend):
+    for module in (decode, draft, extend, frozen):
         module.resolve_decode_backend = graphs
     prefill.resolve_prefill_backend = Breakable
     for module in (decode, draft, extend, prefill):
@@ -88,11 +105,11 @@ def _put_graphs(decode, draft, extend, prefill):
     torch.cpu.is_current_stream_capturing = lambda: False
 
 
-def _admit_cpus(decode, draft, extend):
+def _admit_cpus(draft, extend):
     """What keeps SGLang's runners of graphs from CPUs."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
-    from sglang.srt.speculative import eagle_worker_v2
+    from sglang.srt.speculative import eagle_worker_v2, frozen_kv_mtp_worker_v2
 
     flags = cuda_graph_setup.get_flags
 
@@ -101,11 +118,21 @@ def _admit_cpus(decode, draft, extend):
         return types.SimpleNamespace(**{**vars(_fields(flags())), "capture": capture})
 
     cuda_graph_setup.get_flags = flags_seen
-    cuda_graph_setup.CPUGraphRunner = decode.DecodeCudaGraphRunner
+    cuda_graph_setup.CPUGraphRunner = lambda runner: runner._decode_cuda_graph_runner_cls()(runner)
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
     runners = iter([draft.EAGLEDraftCudaGraphRunner, extend.EAGLEDraftExtendCudaGraphRunner])  # as the worker asks for them
     eagle_worker_v2._select_spec_graph_runner_cls = lambda **ignored: next(runners)
     eagle_worker_v2._is_cpu = False
+    frozen = frozen_kv_mtp_worker_v2.FrozenKVMTPDraftWorker
+    frozen._capture_cuda_graphs = _seen_on_a_gpu(frozen._capture_cuda_graphs)
+
+
+def _seen_on_a_gpu(capture):
+    def seen(worker):
+        with _set(worker.target_worker, "device", "cuda"):
+            capture(worker)
+
+    return seen
 
 
 def _fields(view):
@@ -152,8 +179,9 @@ def register():
     from sglang.srt.model_executor.runner import prefill_cuda_graph_runner as prefill
     from sglang.srt.speculative import eagle_draft_cuda_graph_runner as draft
     from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as extend
+    from sglang.srt.speculative import frozen_kv_mtp_cuda_graph_runner as frozen
 
-    _put_graphs(decode, draft, extend, prefill)
-    _admit_cpus(decode, draft, extend)
+    _put_graphs(decode, draft, extend, prefill, frozen)
+    _admit_cpus(draft, extend)
     _keep_off_padding()
     _plan_on_the_device()

@@ -1,5 +1,7 @@
 """A plug-in of SGLang for the engine checks: what keeps workers of drafts from CPUs. SGLang loads it in every process, as it does imbrex's."""
 
+import dataclasses
+
 import torch
 
 
@@ -13,8 +15,8 @@ class _SeenAsCuda:
         return "cuda" if name == "device" else getattr(self._view, name)
 
 
-def _admit_drafts_of_blocks():
-    """Its steps for DFLASH and DSPARK, which refuse a CPU by its name."""
+def _admit_by_device():
+    """Its steps for DFLASH, DSPARK and UNO, which refuse a CPU by its name."""
     from sglang.srt.arg_groups import speculative_hook as hook
 
     plain_view = hook.resolving_view
@@ -30,7 +32,7 @@ def _admit_drafts_of_blocks():
 
         return seen
 
-    for name in ("_handle_dflash", "_handle_dspark"):
+    for name in ("_handle_dflash", "_handle_dspark", "_handle_uno"):
         setattr(hook, name, on_a_gpu(getattr(hook, name)))
 
 
@@ -56,18 +58,62 @@ def _in_their_own_type(original, runner, batch, *args):
 
 
 def _without_stages(original, worker, *args, pp_proxy_tensors=None, **kwargs):
-    """Around the step of a worker that lacks the argument, with which SGLang 0.5.23 calls it where steps do not overlap."""
+    """Around the step of workers that lack the argument, with which SGLang 0.5.23 calls them where steps do not overlap."""
     return original(worker, *args, **kwargs)
+
+
+def noise(seeds, count, vocabulary):
+    """[requests, count] tokens that UNO drafts from, behind each request's last [requests]: by that, where SGLang's are random."""
+    return (7 * seeds[:, None] + 11 * torch.arange(1, count + 1)) % vocabulary
+
+
+def _with_known_noise(original, *, seed_tokens, forward_width, vocab_size):
+    return original(
+        seed_tokens=seed_tokens, forward_width=forward_width, vocab_size=vocab_size, noise_tokens=noise(seed_tokens, forward_width - 1, vocab_size)
+    )
+
+
+class _OnAGpu(torch.Tensor):
+    is_cuda = True
+
+
+def _tree_on_a_gpu(original, roots, logits, **options):
+    """Around what makes UNO's trees: Triton kernels, which refuse a CPU by its tensors."""
+    found = original(roots.as_subclass(_OnAGpu), logits.as_subclass(_OnAGpu), **options)
+    return dataclasses.replace(found, **{name: x.as_subclass(torch.Tensor) for name, x in vars(found).items() if torch.is_tensor(x)})
+
+
+def _first_product(backend, x, weights, *, num_slices=1):
+    """In the place of the first product with UNO's adapter, which SGLang computes in another stream of the GPU."""
+    from sglang.srt.lora.backend.uno_cublas_backend import _PendingLoRAA
+
+    route = backend._route()
+    product = backend._compute_lora_a(backend._lora_a_input(x, route), weights[route.weight_index, : num_slices * route.rank], route)
+    backend._pending_lora_a = _PendingLoRAA(product, None)
+
+
+def _taken_product(backend, pending):
+    backend._pending_lora_a = None
+    return pending.output
 
 
 def register():
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    _admit_drafts_of_blocks()
+    _admit_by_device()
     register_resolution_hook("handle_model_specific_adjustments")(_admit_gemma4)
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs", _in_their_own_type, HookType.AROUND)
+    make = torch.tensor
+    torch.tensor = lambda *args, pin_memory=False, **options: make(*args, **options)  # layers with adapters pin memory on every device
+    torch.Tensor.pin_memory = lambda self, device=None: self
     torch.Tensor.record_stream = lambda self, stream: None  # of memory that a stream uses: CPUs have none
     torch.cuda.synchronize = lambda device=None: None  # which MiMo-V2's draft model calls on every device
-    frozen = "sglang.srt.speculative.frozen_kv_mtp_worker_v2.FrozenKVMTPWorkerV2.forward_batch_generation"
-    HookRegistry.register(frozen, _without_stages, HookType.AROUND)
+    frozen, worker = "sglang.srt.speculative.frozen_kv_mtp_worker_v2", "sglang.srt.speculative.uno_worker_v2"
+    adapter = "sglang.srt.lora.backend.uno_cublas_backend.UnoCublasLoRABackend"
+    for name in (f"{frozen}.FrozenKVMTPWorkerV2", f"{worker}.UnoWorkerV2"):
+        HookRegistry.register(f"{name}.forward_batch_generation", _without_stages, HookType.AROUND)
+    HookRegistry.register(f"{worker}.build_uno_draft_input", _with_known_noise, HookType.AROUND)
+    HookRegistry.register(f"{worker}.build_uno_tree_proposal", _tree_on_a_gpu, HookType.AROUND)
+    HookRegistry.register(f"{adapter}.start_lora_a_overlap", _first_product, HookType.REPLACE)
+    HookRegistry.register(f"{adapter}._consume_lora_a_overlap", _taken_product, HookType.REPLACE)
