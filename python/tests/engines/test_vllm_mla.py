@@ -104,6 +104,20 @@ def test_steps_of_all_kinds(vllm_on_cpu, device, dtype, tolerance, rope):
             torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+def test_layers_that_are_named_behind_the_first(vllm_on_cpu, device):
+    """As vLLM's proposers do with those of a draft, in the list that the builder was given."""
+    layers = Layers(count=3, device=device)
+    first, *others = layers.layers
+    layers.layers[others[1]].impl.scale = 0.3  # a plan of its own
+    names = [first]
+    layers.builder = type(layers.builder)(layers.builder.kv_cache_spec, names, layers.config, torch.device(device))
+    names += others
+    for lens, new in (([40, 7, 70], [40, 7, 70]), ([41, 8, 71], [1, 1, 1])):
+        for out, expected in layers.step(lens, new):
+            torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
+    assert len(layers.builder.plans) == 2
+
+
 def test_latents_of_e4m3(vllm_on_cpu, device):
     layers = Layers(dtype=torch.bfloat16, kv_cache_dtype="fp8", device=device)
     for lens, new in (([40, 7, 70], [40, 7, 70]), ([41, 8, 71], [1, 1, 1])):
