@@ -13,7 +13,7 @@ import sys
 import types
 from pathlib import Path
 
-from vllm_features import ENVIRONMENT, OWN
+from vllm_features import ENVIRONMENT, OWN, left
 
 LENGTHS, COUNT, VOCABULARY = (50, 133, 7), 32, 24
 RUNNERS = {"V1": dict(VLLM_USE_V2_MODEL_RUNNER="0"), "V2": dict(VLLM_USE_V2_MODEL_RUNNER="1", TRITON_INTERPRET="1")}
@@ -132,10 +132,7 @@ def main(results):
         for runner, variant in ((runner, variant) for runner in WAYS for variant in OWN):
             found, wrong = check(runner, variant, references, results)
             lines, problems = lines + found, problems + wrong
-    (results / "drafts.md").write_text("\n".join(lines) + "\n")
-    for problem in problems:
-        print("PROBLEM", problem)
-    return 1 if problems else 0
+    return left(results / "drafts.md", lines, problems)
 
 
 if __name__ == "__main__":

@@ -374,6 +374,14 @@ def check(name, folder, results):
     return lines, problems
 
 
+def left(table, lines, problems):
+    """The exit code of a check that leaves its table and says what is wrong."""
+    table.write_text("\n".join(lines) + "\n")
+    for problem in problems:
+        print("PROBLEM", problem)
+    return 1 if problems else 0
+
+
 def main(models, results, chosen):
     models, results = Path(models), Path(results)
     results.mkdir(parents=True, exist_ok=True)
@@ -382,11 +390,8 @@ def main(models, results, chosen):
     for name in chosen or FEATURES:
         found, wrong = check(name, models / name, results)
         lines, problems = lines + found, problems + wrong
-    (results / "features.md").write_text("\n".join(lines) + "\n")
     print("\n" + "\n".join(lines) + "\n")
-    for problem in problems:
-        print("PROBLEM", problem)
-    return 1 if problems else 0
+    return left(results / "features.md", lines, problems)
 
 
 if __name__ == "__main__":
