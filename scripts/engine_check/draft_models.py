@@ -1,6 +1,7 @@
 """Draft models with random weights for SGLang's workers, as folders, and a target of few tokens: of random drafts some are then right."""
 
 import json
+import random
 
 import torch
 import transformers
@@ -8,6 +9,7 @@ from make_models import fill, shape, tokenizer
 from safetensors.torch import save_file
 
 TOKENS, MASK = 24, 3  # the first four are special
+LENGTHS, COUNT = (50, 133, 7), 32  # of the prompts that checks of drafts have, and greedy tokens of each
 HIDDEN, LAYERS, TAKEN = 256, 4, (0, 2)  # of the target, and after which of its layers a draft of blocks takes hidden states
 CONFIG = dict(  # of all drafts that are made here
     hidden_size=HIDDEN,
@@ -20,6 +22,19 @@ CONFIG = dict(  # of all drafts that are made here
     tie_word_embeddings=False,
 )
 DRAFT = dict(layers=2, q_heads=4, kv_heads=2, head_dim=64)
+
+
+def prompts(vocabulary=TOKENS):
+    made = [random.Random(seed) for seed in range(len(LENGTHS))]
+    return [[r.randrange(4, vocabulary) for _ in range(length)] for r, length in zip(made, LENGTHS)]
+
+
+@torch.no_grad()
+def answers_of(target, count):
+    """Pairs of a prompt, those of the checks first and then others, and so many greedy tokens of the target's: what drafts are fitted to."""
+    asked = prompts() + [[r.randrange(4, TOKENS) for _ in range(24)] for r in map(random.Random, range(100, 116))]
+    given = [target.generate(torch.tensor([x]), do_sample=False, max_new_tokens=count, eos_token_id=None)[0, len(x) :].tolist() for x in asked]
+    return list(zip(asked, given))
 
 
 def save(folder, config, weights):

@@ -1,7 +1,6 @@
 """A target of DeepSeek V3's kind with several layers of MTP, as a folder, and what vLLM is to draft with them, in float32."""
 
 import json
-import random
 
 import draft_models as m
 import make_models
@@ -67,18 +66,15 @@ class LatentMtp:
         turned = self.target.model.rotary_emb(x, positions[None])
         return w.block(x, attention_mask=mask, past_key_values=cache, position_embeddings=turned)[0]
 
-    def learn(self, prompts, count):
-        """Fits each layer's last matrix to the target's answers, those to the check's prompts among them, so that some drafts are right, and saves all."""
-        asked = prompts + [[r.randrange(4, m.TOKENS) for _ in range(24)] for r in map(random.Random, range(100, 116))]
-        answers = [
-            self.target.generate(torch.tensor([x]), do_sample=False, max_new_tokens=count, eos_token_id=None)[0, len(x) :].tolist() for x in asked
-        ]
-        self.answers = answers[: len(prompts)]
-        states = [self.states(prompt + answer) for prompt, answer in zip(asked, answers)]
+    def learn(self):
+        """Fits each layer's last matrix to the target's answers, so that some drafts are right, and saves all. `asked`: the check's prompts and the answers."""
+        answers = m.answers_of(self.target, m.COUNT + 4)
+        self.asked = answers[: len(m.LENGTHS)]
+        states = [self.states(prompt + answer) for prompt, answer in answers]
         head = self.target.get_output_embeddings().weight
         for i, w in enumerate(self.layers):
             inputs, outputs, matrix = [], [], w.block.mlp.down_proj.weight
-            for prompt, answer, of in zip(asked, answers, states):
+            for (prompt, answer), of in zip(answers, states):
                 known = prompt + answer
                 size = len(known) - i - 2
                 x = self.run(i, known[i + 1 :][:size], of[:size], 0, Slots())
@@ -89,7 +85,7 @@ class LatentMtp:
             matrix.copy_(torch.linalg.solve(square, inputs.T @ outputs).T)
             states = [
                 w.norm(self.run(i, (prompt + answer)[i + 1 :], of[: len(prompt + answer) - i - 1], 0, Slots()))
-                for prompt, answer, of in zip(asked, answers, states)
+                for (prompt, answer), of in zip(answers, states)
             ]
         self.save()
 

@@ -9,7 +9,6 @@ Some rows are of SGLang's runners of graphs (stand_ins/sglang_graphs_on_a_cpu): 
 
 import json
 import os
-import random
 import sys
 import tempfile
 from pathlib import Path
@@ -18,12 +17,12 @@ os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", TRITON_INTERPRE
 import draft_models  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from draft_models import COUNT, LENGTHS, prompts  # noqa: E402
 from draft_reference import Blocks, tokens_a_step  # noqa: E402
 from make_models import VOCABULARY  # noqa: E402
 from mtp_reference import Frozen, Mtp  # noqa: E402
 from uno_reference import Uno  # noqa: E402
 
-LENGTHS, COUNT = (50, 133, 7), 32
 CHAIN, TREE = (3, 1, 4), (3, 4, 8)  # steps, top-k, drafts
 WAYS = (
     (CHAIN, 1, False),
@@ -41,11 +40,6 @@ RUNNERS = dict(
 )
 SIZE, WINDOW, RANK, RECENT, DEPTH = 6, 21, 16, 32, 3  # of a block; of layers and of all drafts in tokens; of DSPARK's bias; layers of MTP
 COMPACT = dict(sample_batch_tokens=[1, 4, 8, 12, 16, 20, 24], sample_steps_per_sec=[10.0, 8.0, 6.0, 5.0, 4.0, 3.0, 2.0], max_batch_tokens=1024)
-
-
-def prompts(vocabulary=VOCABULARY):
-    made = [random.Random(seed) for seed in range(len(LENGTHS))]
-    return [[r.randrange(4, vocabulary) for _ in range(length)] for r, length in zip(made, LENGTHS)]
 
 
 def generate(model, draft, page_size, vocabulary=VOCABULARY, **how):
@@ -147,9 +141,7 @@ def of_itself(model):
 
 def learned(target, drafts, folder):
     """Drafts whose last matrix is fitted to answers of the target's, those to the check's prompts among them."""
-    asked = prompts(draft_models.TOKENS) + [[r.randrange(4, draft_models.TOKENS) for _ in range(24)] for r in map(random.Random, range(100, 116))]
-    answers = [target.generate(torch.tensor([x]), do_sample=False, max_new_tokens=COUNT + 8, eos_token_id=None)[0, len(x) :].tolist() for x in asked]
-    drafts.learn(list(zip(asked, answers)))
+    drafts.learn(draft_models.answers_of(target, COUNT + 8))
     drafts.save(folder)
     return drafts
 
@@ -202,13 +194,13 @@ def uno(base, llama):
             yield f"UNO, {name}", "llama", "uno", reference, page_size, dict(speculative_algorithm="UNO", graphs=graphs, **chain(*shape))
 
 
-def of_others(base, rows):
+def of_others(base):
     wrong = 0
     print(
         "\n| drafts | pages of | replayed graphs | greedy choice of float32 | tokens a step of each prompt | as it should be |\n|---|---|---|---|---|---|",
         flush=True,
     )
-    for name, target, draft, reference, page_size, how in rows:
+    for name, target, draft, reference, page_size, how in others(base):
         compact = name.endswith("compact")  # verifies fewer drafts, those that are likely to be kept
         os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact" if compact else "static"
         answers, replayed = run(base / target, base / draft, page_size, draft_models.TOKENS, **how)
@@ -227,7 +219,7 @@ def main(model):
     torch.set_num_threads(1)  # for small matrices, beside an engine
     wrong = of_itself(model)
     with tempfile.TemporaryDirectory() as base:
-        wrong += of_others(Path(base), others(Path(base)))
+        wrong += of_others(Path(base))
     return 1 if wrong else 0
 
 

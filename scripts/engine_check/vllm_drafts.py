@@ -7,7 +7,6 @@ runner V1 has every draft from the first layer, V2 each from the next layer; V2'
 
 import json
 import os
-import random
 import subprocess
 import sys
 import types
@@ -15,15 +14,9 @@ from pathlib import Path
 
 from vllm_features import ENVIRONMENT, OWN, left
 
-LENGTHS, COUNT, VOCABULARY = (50, 133, 7), 32, 24
 RUNNERS = {"V1": dict(VLLM_USE_V2_MODEL_RUNNER="0"), "V2": dict(VLLM_USE_V2_MODEL_RUNNER="1", TRITON_INTERPRET="1")}
 ATTENTION = {"latents": "0", "heads": "1"}  # VLLM_MLA_DISABLE: the same model
 WAYS = {"V1": ((3, 3),), "V2": ((1, 3), (3, 3), (2, 4))}  # layers, drafts
-
-
-def prompts():
-    made = [random.Random(seed) for seed in range(len(LENGTHS))]
-    return [[r.randrange(4, VOCABULARY) for _ in range(length)] for r, length in zip(made, LENGTHS)]
 
 
 def triton_on_a_cpu():
@@ -55,20 +48,20 @@ def asked(job):
     limits = dict(max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=job["chunk"], block_size=32, enable_prefix_caching=False)
     drafts = dict(method="mtp", num_speculative_tokens=job["drafts"])
     engine = LLM(job["model"], dtype="float32", enforce_eager=True, disable_log_stats=False, speculative_config=drafts, **limits)
-    sampling = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
-    given = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts()], sampling, use_tqdm=False)
+    sampling = SamplingParams(temperature=0, max_tokens=job["count"], ignore_eos=True, detokenize=False)
+    given = engine.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], sampling, use_tqdm=False)
     counts = {x.name.removeprefix("vllm:spec_decode_num_"): x for x in engine.get_metrics() if "spec_decode" in x.name}
     return dict(tokens=[list(x.outputs[0].token_ids) for x in given], steps=counts["drafts"].value, accepted=counts["accepted_tokens_per_pos"].values)
 
 
-def counted(reference, runner, drafts):
-    """Steps of all prompts, and how many drafts are accepted at each place, in PyTorch."""
+def counted(reference, runner, drafts, count):
+    """Steps of all prompts, of `count` tokens each, and how many drafts are accepted at each place, in PyTorch."""
     steps, accepted = 0, [0] * drafts
-    for prompt, answer in zip(prompts(), reference.answers):
+    for prompt, answer in reference.asked:
         several = runner == "V2" and reference.count > 1
         propose = (reference.several if several else reference.first_alone)(prompt + answer, drafts)
         known = len(prompt) + 1
-        while known < len(prompt) + COUNT:
+        while known < len(prompt) + count:
             found, kept = propose(known), 0
             while kept < drafts and found[kept] == answer[known + kept - len(prompt)]:
                 accepted[kept] += 1
@@ -79,15 +72,19 @@ def counted(reference, runner, drafts):
 
 def jobs_of(runner, references):
     """Prompts are cut, in steps of 128 tokens, where vLLM allows it and drafts do not depend on it."""
+    from draft_models import COUNT
+
     for layers, drafts in WAYS[runner]:
+        reference = references[layers]
+        asked = dict(model=str(reference.folder), prompts=[prompt for prompt, _ in reference.asked], count=COUNT)
         for attention, mla_disable in ATTENTION.items():
             chunk = 128 if runner == "V2" and attention == "heads" and layers != 2 else 256
-            yield dict(model=str(references[layers].folder), layers=layers, drafts=drafts, attention=attention, mla_disable=mla_disable, chunk=chunk)
+            yield dict(asked, layers=layers, drafts=drafts, attention=attention, mla_disable=mla_disable, chunk=chunk)
 
 
 def check(runner, variant, references, results):
     """Rows of the table and what is wrong."""
-    name, lines, problems, all_tokens = f"{runner}-{variant}", [], [], COUNT * len(LENGTHS)
+    name, lines, problems = f"{runner}-{variant}", [], []
     made, out, log = (results / f"{name}.{end}" for end in ("jobs", "json", "log"))
     jobs = list(jobs_of(runner, references))
     made.write_text(json.dumps(jobs))
@@ -100,8 +97,9 @@ def check(runner, variant, references, results):
         problems.append(f"{name}: expected imbrex's lines for targets and drafts in {log}")
     for job, found in zip(jobs, json.loads(out.read_text())):
         reference = references[job["layers"]]
-        best = sum(a == b for answer, tokens in zip(reference.answers, found["tokens"]) for a, b in zip(answer, tokens))
-        steps, accepted = counted(reference, runner, job["drafts"])
+        all_tokens = job["count"] * len(job["prompts"])
+        best = sum(a == b for (_, answer), tokens in zip(reference.asked, found["tokens"]) for a, b in zip(answer, tokens))
+        steps, accepted = counted(reference, runner, job["drafts"], job["count"])
         lines.append(
             f"| {runner}, {job['layers']} layer{'s' if job['layers'] > 1 else ''}, {job['drafts']} drafts | {job['attention']} | {variant} | {best} of {all_tokens} "
             f"| {found['steps']}: {', '.join(map(str, found['accepted']))} | {steps}: {', '.join(map(str, accepted))} |"
@@ -128,7 +126,7 @@ def main(results):
     with torch.no_grad():
         for layers in (1, 2, 3):
             references[layers] = LatentMtp(results / f"mtp{layers}", layers)
-            references[layers].learn(prompts(), COUNT + 4)
+            references[layers].learn()
         for runner, variant in ((runner, variant) for runner in WAYS for variant in OWN):
             found, wrong = check(runner, variant, references, results)
             lines, problems = lines + found, problems + wrong

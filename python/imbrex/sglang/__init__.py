@@ -4,7 +4,8 @@ Installed beside SGLang, the entry point `imbrex` of the group sglang.srt.plugin
 `--attention-backend imbrex` then chooses it. SGLang is imported by register(), not before.
 """
 
-from typing import Any, Callable
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator
 
 __all__ = ["NAME", "WRITTEN_FOR", "register"]
 
@@ -29,6 +30,17 @@ class _SeenAsTriton:
         return "triton" if name == "attention_backend" and value == NAME else value
 
 
+@contextmanager
+def _replaced(module: Any, **functions: Any) -> Iterator[None]:
+    """Has other functions in the place of a module's."""
+    plain = {name: getattr(module, name) for name in functions}
+    vars(module).update(functions)
+    try:
+        yield
+    finally:
+        vars(module).update(plain)
+
+
 def admit_to_models(server_args: Any, previous: Callable[[Any], None]) -> None:
     """SGLang's step for single models, which asserts for gpt-oss and Llama 4 that their attention backend is in lists of its own.
 
@@ -37,10 +49,9 @@ def admit_to_models(server_args: Any, previous: Callable[[Any], None]) -> None:
     """
     from sglang.srt.arg_groups import model_hook
 
-    plain = tuple(getattr(model_hook, name, None) for name in ("attention_backends_of", "resolved_view"))
-    if None in plain:  # another SGLang, which may refuse
+    backends, view = (getattr(model_hook, name, None) for name in ("attention_backends_of", "resolved_view"))
+    if backends is None or view is None:  # another SGLang, which may refuse
         return previous(server_args)
-    backends, view = plain
 
     def is_one_of(*architectures: str) -> bool:
         return model_hook.model_config_of(server_args).hf_config.architectures[0] in architectures
@@ -52,47 +63,33 @@ def admit_to_models(server_args: Any, previous: Callable[[Any], None]) -> None:
     def view_seen(args: Any) -> Any:
         return _SeenAsTriton(view(args)) if is_one_of("Llama4ForConditionalGeneration", "Llama4ForCausalLM") else view(args)
 
-    model_hook.attention_backends_of, model_hook.resolved_view = backends_seen, view_seen
-    try:
+    with _replaced(model_hook, attention_backends_of=backends_seen, resolved_view=view_seen):
         return previous(server_args)
-    finally:
-        model_hook.attention_backends_of, model_hook.resolved_view = plain
 
 
 def admit_to_drafts(server_args: Any, previous: Callable[[Any], None]) -> None:
     """SGLang's step for drafts, which refuses attention backends that are not in lists of its own: EAGLE with a top-k above 1 and pages of more than one token, and
     UNO with any but FA3 ("fa3"), whose steps are verifications of a chain and of a tree as others are.
     """
-    from sglang.srt.arg_groups import speculative_hook
+    from sglang.srt.arg_groups import speculative_hook as hook
 
-    plain = {
-        name: getattr(speculative_hook, name, None) for name in ("_handle_eagle_family", "_handle_uno", "resolved_view", "attention_backends_of")
-    }
-    if None in plain.values():  # another SGLang, which may refuse
-        return previous(server_args)
-
-    def with_seen(step: str, name: str, seen: Callable[[Any], Any]) -> Callable[[Any], None]:
-        """A step of SGLang's for which a function of its module says something else."""
+    def seen(step: str, name: str, as_listed: Callable[[Any], Any]) -> Callable[[Any], None]:
+        """One of the step's parts, which sees what the function of that name says `as_listed`."""
+        part, said = getattr(hook, step), getattr(hook, name)
 
         def run(args: Any) -> None:
-            setattr(speculative_hook, name, seen)
-            try:
-                plain[step](args)
-            finally:
-                setattr(speculative_hook, name, plain[name])
+            with _replaced(hook, **{name: lambda of: as_listed(said(of))}):
+                part(args)
 
         return run
 
-    def backends_seen(config: Any) -> Any:
-        return tuple("fa3" if name == NAME else name for name in plain["attention_backends_of"](config))
-
-    speculative_hook._handle_eagle_family = with_seen("_handle_eagle_family", "resolved_view", lambda of: _SeenAsTriton(plain["resolved_view"](of)))
-    speculative_hook._handle_uno = with_seen("_handle_uno", "attention_backends_of", backends_seen)
-    try:
+    parts = {
+        "_handle_eagle_family": ("resolved_view", _SeenAsTriton),
+        "_handle_uno": ("attention_backends_of", lambda backends: tuple("fa3" if name == NAME else name for name in backends)),
+    }
+    there = {step: how for step, how in parts.items() if hasattr(hook, step) and hasattr(hook, how[0])}  # another SGLang may lack some, and refuse
+    with _replaced(hook, **{step: seen(step, *how) for step, how in there.items()}):
         previous(server_args)
-    finally:
-        for name in ("_handle_eagle_family", "_handle_uno"):
-            setattr(speculative_hook, name, plain[name])
 
 
 def with_linear_kernels(original: Callable[..., Any], runner: Any, full_attn_backend: Any) -> Any:
@@ -107,20 +104,6 @@ def with_linear_kernels(original: Callable[..., Any], runner: Any, full_attn_bac
 
     with in_place():
         return original(runner, full_attn_backend)
-
-
-def with_own_draft_backends(*args: Any, **kwargs: Any) -> Any:
-    """Around the function of SGLang that makes the backends of a draft worker's steps."""
-    from .draft_workers import with_own_draft_backends
-
-    return with_own_draft_backends(*args, **kwargs)
-
-
-def with_own_frozen_branches(*args: Any, **kwargs: Any) -> Any:
-    """Around the function of SGLang that imports the worker of an algorithm of drafts."""
-    from .draft_workers import with_own_frozen_branches
-
-    return with_own_frozen_branches(*args, **kwargs)
 
 
 def register() -> None:
@@ -142,12 +125,18 @@ def register() -> None:
         )
     except ImportError as error:
         raise ImportError(f"imbrex.sglang.register() needs SGLang {' or '.join(WRITTEN_FOR)}, which cannot be imported: {error}") from error
+    from . import draft_workers
+
     if NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([NAME])
     if NAME not in DRAFT_ATTENTION_BACKEND_CHOICES:
         add_draft_attention_backend_choices([NAME])
-        HookRegistry.register("sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend", with_own_draft_backends, HookType.AROUND)
-        HookRegistry.register("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", with_own_frozen_branches, HookType.AROUND)
+        HookRegistry.register(
+            "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend", draft_workers.with_own_draft_backends, HookType.AROUND
+        )
+        HookRegistry.register(
+            "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", draft_workers.with_own_frozen_branches, HookType.AROUND
+        )
     if NAME not in ATTENTION_BACKENDS:
         register_resolution_hook("handle_model_specific_adjustments")(admit_to_models)
         register_resolution_hook("handle_speculative_decoding")(admit_to_drafts)

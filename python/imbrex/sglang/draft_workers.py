@@ -38,7 +38,7 @@ def with_own_frozen_branches(original: Callable[..., Any], algorithm: Any, *args
     worker = original(algorithm, *args)
     own = getattr(sys.modules.get("sglang.srt.speculative.frozen_kv_mtp_worker_v2"), "FrozenKVMTPDraftWorker", None)
     make = getattr(own, "_init_draft_attn_backend", None)
-    if make is not None and not hasattr(make, "__wrapped__"):
+    if make is not None and not getattr(make, "takes_imbrex", False):
 
         @functools.wraps(make)
         def backend(draft_worker: Any) -> Any:
@@ -48,6 +48,7 @@ def with_own_frozen_branches(original: Callable[..., Any], algorithm: Any, *args
 
             return Backend(draft_worker.draft_model_runner)
 
+        backend.takes_imbrex = True
         own._init_draft_attn_backend = backend
     return worker
 

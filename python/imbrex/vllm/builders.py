@@ -24,16 +24,21 @@ class BuilderSetup:
         self.settings = settings(given.get("imbrex") if isinstance(given, dict) else None)
         self.device_text = device_text(device)
         self._refuse_configuration()
-        self.layers: Dict[str, Any] = {}
         self._take_layers()
 
-    def _take_layers(self) -> bool:
-        """Whether self.layers has more layers now than before. vLLM's proposers make the builder of a draft's first layer, and add the names of the others
-        to the same list behind that."""
-        before = len(self.layers)
-        if before < len(self.layer_names):
-            self.layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, self.layer_names)
-        return len(self.layers) > before
+    def _take_layers(self) -> None:
+        self._num_names = len(self.layer_names)
+        self.layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, self.layer_names)
+
+    def _plan_layers(self) -> None:
+        """Plans for the layers of the group."""
+        raise NotImplementedError
+
+    def _plan_added_layers(self) -> None:
+        """The first thing of a step: vLLM's proposers make the builder of a draft's first layer, and add the names of the others to the same list behind that."""
+        if len(self.layer_names) > self._num_names:
+            self._take_layers()
+            self._plan_layers()
 
     @cached_property
     def workspace(self) -> Workspace:

@@ -89,7 +89,6 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
         self._plan_layers()
 
     def _plan_layers(self) -> None:
-        """Plans for the layers that are in the group by now."""
         self.plans: Dict[Tuple, Plan] = {}
         self.decode_plans = {} if self._decode_has_graphs() else self.plans  # of steps with one token a request
         self._masked_plans: Dict[str, Dict[Tuple, Plan]] = {}  # by the mask that steps ask for
@@ -196,8 +195,7 @@ class Builder(BuilderSetup, AttentionMetadataBuilder[Metadata]):
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Metadata:
         cam = common_attn_metadata
         self._check_step(common_prefix_len, cam)
-        if self._take_layers():
-            self._plan_layers()
+        self._plan_added_layers()
         if not self._checked:
             self._self_check()
         plans, arrays = self._plans_of_step(cam)

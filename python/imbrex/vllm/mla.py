@@ -176,8 +176,7 @@ class MlaBuilder(Builder):
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> MlaMetadata:
         cam = common_attn_metadata
         self._check_step(common_prefix_len, cam)
-        if self._take_layers():
-            self._plan_layers()
+        self._plan_added_layers()
         if cam.causal is not True:
             raise NotImplementedError(f"imbrex: expected causal decoder layers, got causal={cam.causal}")
         decode = cam.max_query_len == 1

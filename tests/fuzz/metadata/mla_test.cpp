@@ -121,6 +121,7 @@ LatentProblem right_latents(Random& random) {
   if (random.one_in(5)) f.window_left = int32_t(random.between(0, 20));
   p.options.value.max_num_reqs = 6, p.options.value.max_num_tokens = 192, p.options.value.max_seq_len = 200;
 
+  constexpr int kMostQueries = 48;
   const int reqs = int(random.between(1, 4)), columns = 12;
   std::vector<int32_t> table(size_t(reqs * columns), 0);
   std::vector<int64_t> slots;
@@ -133,8 +134,8 @@ LatentProblem right_latents(Random& random) {
   p.parents.given = f.tree && !random.one_in(4), p.drafts.given = p.parents.given && random.one_in(2);
   p.starts.values = {0};
   for (int r = 0; r < reqs; ++r) {
-    const int q_len = int(random.one_in(3) ? random.between(8, 48) : random.between(0, 3)),
-              past = int(random.between(q_len == 0, columns * kLatentBlock - 48));
+    const int q_len = int(random.one_in(3) ? random.between(8, kMostQueries) : random.between(0, 3)),
+              past = int(random.between(q_len == 0, columns * kLatentBlock - kMostQueries));
     for (int c = 0; c < columns; ++c) table[size_t(r * columns + c)] = order[size_t(r * columns + c)];
     for (int j = past; j < past + q_len; ++j)
       slots.push_back(random.one_in(9) ? -1 : int64_t(table[size_t(r * columns + j / kLatentBlock)]) * kLatentBlock + j % kLatentBlock);
