@@ -31,8 +31,8 @@ from gpu_bench import find_compiler
 from native import OBJECT, Native, NativeError, Plan
 
 CELLS = ["4x4096", "2x16384", "8x1024"]
-Q_HEADS, KV_HEADS, DIM = 32, 8, 128
 WINDOW, DOCUMENT, PREFIX, CAP = 1024, 700, 500, 30.0
+BIAS = "float bias[,]; score + bias[head, kv]"
 TILES: dict[str, dict | None] = {
     "default": None,
     "128x128": {"BLOCK_M": 128, "BLOCK_N": 128, "num_stages": 2, "num_warps": 8},
@@ -40,6 +40,25 @@ TILES: dict[str, dict | None] = {
     "64x128": {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 3, "num_warps": 4},
 }
 TORCH_TYPES = {torch.int32: "i32", torch.float32: "f32"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a layer."""
+
+    q_heads: int
+    kv_heads: int
+    dim: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        found = re.fullmatch(r"(\d+)/(\d+)x(\d+)", text)
+        if not found:
+            raise argparse.ArgumentTypeError(f"{text}: not like 32/8x128")
+        return cls(*map(int, found.groups()))
+
+    def __str__(self) -> str:
+        return f"{self.q_heads}/{self.kv_heads}x{self.dim}"
 
 
 @dataclass
@@ -54,22 +73,25 @@ class Variant:
     mask_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     score_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     per_request: bool = False
+    fields: dict = field(default_factory=dict)  # of the spec beside the texts
 
     def spec(self) -> dict:
         texts = {"mask_mod": self.mask_text, "score_mod": self.score_text}
-        return {"causal": False, **{name: text for name, text in texts.items() if text}}
+        return {"causal": False, **{name: text for name, text in texts.items() if text}, **self.fields}
 
 
 def causal(b, h, i, j):
     return i >= j
 
 
-def variants(batch: int, length: int, device: str) -> dict[str, Variant]:
+def variants(batch: int, length: int, device: str, q_heads: int) -> dict[str, Variant]:
     numbers = torch.arange(length, device=device, dtype=torch.int32)
     # Documents end at other tokens in each request.
     docs = torch.stack([(numbers + 97 * r) // DOCUMENT for r in range(batch)]).contiguous()
     prefix = torch.tensor([min(PREFIX + 13 * r, length) for r in range(batch)], device=device, dtype=torch.int32)
-    slopes = torch.tensor([2.0 ** (-8 * (h + 1) / Q_HEADS) for h in range(Q_HEADS)], device=device)
+    slopes = torch.tensor([2.0 ** (-8 * (h + 1) / q_heads) for h in range(q_heads)], device=device)
+    bias = torch.randn(q_heads, length, generator=torch.Generator(device=device).manual_seed(7), device=device)
+    add_bias = lambda s, b, h, i, j: s + bias[h, j]
     return {
         "causal": Variant("kv <= q", causal, twin={"causal": True}),
         "window": Variant(f"kv <= q & q - kv < {WINDOW}", lambda b, h, i, j: (i >= j) & (i - j < WINDOW), twin={"causal": True, "window": WINDOW}),
@@ -92,38 +114,43 @@ def variants(batch: int, length: int, device: str) -> dict[str, Variant]:
         "ALiBi": Variant(
             "kv <= q", causal, "float slope[]; score + slope[head] * (kv - q)", lambda s, b, h, i, j: s + slopes[h] * (j - i), score_tensors={"slope": slopes}
         ),
+        "bias": Variant("kv <= q", causal, BIAS, add_bias, score_tensors={"bias": bias}),
+        "windowed bias": Variant(
+            "", lambda b, h, i, j: (i >= j) & (i - j < WINDOW), BIAS, add_bias, score_tensors={"bias": bias}, fields={"causal": True, "window": WINDOW}
+        ),
     }
 
 
 class Problem:
     """The tensors of a cell: PyTorch's [batch, heads, tokens, dims], and the same numbers as [tokens, heads, dims]."""
 
-    def __init__(self, batch: int, length: int, device: str):
-        self.batch, self.length, self.device = batch, length, device
+    def __init__(self, batch: int, length: int, shape: Shape, device: str):
+        self.batch, self.length, self.shape, self.device = batch, length, shape, device
         draw = torch.Generator(device=device).manual_seed(11)
-        make = lambda heads: torch.randn(batch, heads, length, DIM, generator=draw, device=device).bfloat16()
-        self.q, self.k, self.v = make(Q_HEADS), make(KV_HEADS), make(KV_HEADS)
-        self.rows = [x.transpose(1, 2).reshape(batch * length, -1, DIM).contiguous() for x in (self.q, self.k, self.v)]
+        make = lambda heads: torch.randn(batch, heads, length, shape.dim, generator=draw, device=device).bfloat16()
+        self.q, self.k, self.v = make(shape.q_heads), make(shape.kv_heads), make(shape.kv_heads)
+        self.rows = [x.transpose(1, 2).reshape(batch * length, -1, shape.dim).contiguous() for x in (self.q, self.k, self.v)]
         self.out = torch.full_like(self.rows[0], float("nan"))
 
     def as_batch(self, out: torch.Tensor) -> torch.Tensor:
-        return out.view(self.batch, self.length, Q_HEADS, DIM).transpose(1, 2)
+        return out.view(self.batch, self.length, self.shape.q_heads, self.shape.dim).transpose(1, 2)
 
     def worst_error(self, variant: Variant, out: torch.Tensor, heads: int, rows: int) -> float:
         """The greatest difference from float64 over all requests and some heads of each, relative to the greatest output of its row.
         out: [batch, heads, tokens, dims]."""
         chosen, worst = random.Random(5), 0.0
+        group = self.shape.q_heads // self.shape.kv_heads
         keys = torch.arange(self.length, device=self.device)
         for b in range(self.batch):
-            for h in chosen.sample(range(Q_HEADS), heads):
+            for h in chosen.sample(range(self.shape.q_heads), heads):
                 some = range(self.length) if rows >= self.length else sorted(chosen.sample(range(self.length), rows))
                 at = torch.tensor(list(some), device=self.device)
-                logits = self.q[b, h, at].double() @ self.k[b, h // (Q_HEADS // KV_HEADS)].double().T / math.sqrt(DIM)
+                logits = self.q[b, h, at].double() @ self.k[b, h // group].double().T / math.sqrt(self.shape.dim)
                 place = (torch.tensor(b, device=self.device), torch.tensor(h, device=self.device), at[:, None], keys[None])
                 if variant.score is not None:
                     logits = variant.score(logits, *place)
                 weights = torch.softmax(logits.masked_fill(~variant.mask(*place), -math.inf), -1)
-                expected = weights @ self.v[b, h // (Q_HEADS // KV_HEADS)].double()
+                expected = weights @ self.v[b, h // group].double()
                 error = (out[b, h, at].double() - expected).abs().amax(-1) / expected.abs().amax(-1)
                 worst = max(worst, float(error.max())) if torch.isfinite(error).all() else math.inf
         return worst
@@ -163,7 +190,8 @@ class Clock:
 
 class Imbrex:
     def __init__(self, native: Native, problem: Problem, variant: Variant, backend: str, page: int, spec: dict, clock: Clock):
-        full = {"q_heads": Q_HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "q": "bf16", "kv": "bf16", "page": page, **spec}
+        shape = problem.shape
+        full = {"q_heads": shape.q_heads, "kv_heads": shape.kv_heads, "head_dim": shape.dim, "q": "bf16", "kv": "bf16", "page": page, **spec}
         b, n = problem.batch, problem.length
         limits = {"requests": b, "tokens": b * n, "seq_len": n, "query_len": n}
         self.plan = Plan(native, "cpu" if problem.device == "cpu" else "cuda:0", backend, full, limits)
@@ -246,7 +274,7 @@ def measure(native: Native, problem: Problem, name: str, variant: Variant, args:
     right = [label for label in flex if errors[label] <= args.tolerance]
     best = min(right, key=times.__getitem__, default=None)
     peer = math.nan if best is None else times[best]
-    row = f"{f'{problem.batch}x{n}':8} {name:10} {times['imbrex']:10.1f} {peer:10.1f} {peer / times['imbrex']:6.2f}x  {best or '-':8}"
+    row = f"{f'{problem.batch}x{n}':8} {name:13} {times['imbrex']:10.1f} {peer:10.1f} {peer / times['imbrex']:6.2f}x  {best or '-':8}"
     row += f" {times.get('built in', math.nan):10.1f} {update_us:10.0f} {blocks_us:10.0f}  {errors['imbrex']:.4f} {errors.get(best, math.nan):.4f} "
     row += "".join(f"  {label} {times[label]:.1f}" for label in flex)
     wrong = [label for label, error in errors.items() if not error <= args.tolerance]
@@ -258,10 +286,10 @@ def compile_kernels(args: argparse.Namespace) -> None:
 
     def one(row: tuple[str, str]) -> None:
         command = [sys.executable, __file__, row[0], "--only", f"{row[1]}$", "--rounds", "0", *["--tuned"] * args.tuned, *["--built-in"] * args.built_in]
-        command += ["--object", str(args.object), "--backend", args.backend, "--page", str(args.page), "--device", args.device, "--tiles", *args.tiles]
+        command += ["--object", str(args.object), "--shape", str(args.shape), "--backend", args.backend, "--page", str(args.page), "--device", args.device, "--tiles", *args.tiles]
         subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
-    names = [name for name in variants(1, 1, "cpu") if re.match(args.only, name)]
+    names = [name for name in variants(1, 1, "cpu", 1) if re.match(args.only, name)]
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(one, [(cell, name) for cell in args.cells for name in names]))
 
@@ -269,6 +297,7 @@ def compile_kernels(args: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", nargs="*", default=CELLS)
+    parser.add_argument("--shape", type=Shape.parse, default=Shape(32, 8, 128), help="q heads/kv heads x dims (default: 32/8x128)")
     parser.add_argument("--object", type=Path, default=ROOT / "build" / OBJECT)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--backend", default="auto", help="auto: what select() says")
@@ -290,19 +319,19 @@ def main() -> int:
     torch._dynamo.config.cache_size_limit = 256
     native = Native(args.object)
     card = "CPU" if args.device == "cpu" else torch.cuda.get_device_name()
-    print(f"{card}, PyTorch {torch.__version__}, {Q_HEADS} q heads, {KV_HEADS} kv heads, {DIM} dims, bf16; microseconds", flush=True)
-    print(f"{'cell':8} {'variant':10} {'imbrex':>10} {'flex':>10} {'ratio':>7}  {'tiles':8} {'built in':>10} {'update':>10} {'blocks':>10}  errors", flush=True)
+    print(f"{card}, PyTorch {torch.__version__}, {args.shape.q_heads} q heads, {args.shape.kv_heads} kv heads, {args.shape.dim} dims, bf16; microseconds", flush=True)
+    print(f"{'cell':8} {'variant':13} {'imbrex':>10} {'flex':>10} {'ratio':>7}  {'tiles':8} {'built in':>10} {'update':>10} {'blocks':>10}  errors", flush=True)
     wrong = False
     for cell in args.cells:
         batch, length = (int(x) for x in cell.split("x"))
-        problem = Problem(batch, length, args.device)
-        for name, variant in variants(batch, length, args.device).items():
+        problem = Problem(batch, length, args.shape, args.device)
+        for name, variant in variants(batch, length, args.device, args.shape.q_heads).items():
             if not re.match(args.only, name):
                 continue
             try:
                 row, is_wrong = measure(native, problem, name, variant, args)
             except NativeError as error:
-                row, is_wrong = f"{cell:8} {name:10} {error}", True
+                row, is_wrong = f"{cell:8} {name:13} {error}", True
             print(row, flush=True)
             wrong |= is_wrong
     return int(wrong)

@@ -354,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsOfAll, 1)
     }
   }
   meet_crew(crew);
-  if (warp == kConsumers) fetch_ahead(p, k_map, v_map, first_task(crew));
+  if (warp == kConsumers) fetch_ahead<kStages, kVChunks>(p, k_map, v_map, first_task(crew));
   if (!begin_launch(p)) return;
   if (warp < kConsumers) {
     Consumer(p, shared, crew, warp).run();

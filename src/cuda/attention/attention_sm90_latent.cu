@@ -186,6 +186,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     __syncthreads();
   }
+  if (warp_id() == 4 * (kConsumers + 1)) fetch_latents_ahead(p, k_map, first_task(0));
   if (!begin_launch(p)) return;
   const int wg = shuffle(int(threadIdx.x / 128), 0);
   if (wg < kConsumers) {

@@ -24,7 +24,7 @@ constexpr int kWeightType = kBytes ? int(kF16) : kQType;
 class Consumer {
  public:
   DEVICE Consumer(const AttentionParams& p, SharedStorage& shared) : p_(p), shared_(shared), team_(warp_id() / 4), warp_(warp_id() % 4) {
-    if constexpr (kBytes) q_ = query_descriptor(shared);
+    if constexpr (kBytes) q_ = query_lines(shared);
   }
 
   DEVICE void run() {
@@ -112,7 +112,7 @@ class Consumer {
     constexpr int kSteps = (kHeadDimQk + 15) / 16;
     Column sums;
     Ring<kStages> stage = stage_;
-    const u32 q = shared_address(shared_.q) + team_ * 32;
+    const u32 q = lines_at(shared_address(shared_.q) + team_ * 32);
     u32 keys = 0;
 #pragma unroll
     for (int step = 0; step < kSteps; step += kTeams) {
@@ -120,13 +120,13 @@ class Consumer {
       if (in_group == 0 && step % 4 == 0) {
         mbarrier_wait(shared_address(&shared_.full[stage.at]), stage.parity);
         if constexpr (kLoaders > 1) async_proxy_fence();  // the matrix unit reads what lanes have written
-        keys = shared_address(shared_.stage[stage.at]) + team_ * 32;
+        keys = lines_at(shared_address(shared_.stage[stage.at]) + team_ * 32);
         stage.next();
         wgmma_fence();
       }
       if (step + 1 < kSteps || team_ == 0)
-        Wgmma<kTileRows>::shared(sums, descriptor(keys + in_group * kChunkBytes + step % 4 * 32),
-                                 descriptor(q + chunk * kQChunkBytes + step % 4 * 32), step != 0);
+        Wgmma<kTileRows>::shared(sums, descriptor(keys, in_group * kChunkBytes + step % 4 * 32),
+                                 descriptor(q, chunk * kQChunkBytes + step % 4 * 32), step != 0);
     }
     wgmma_commit();
     finish<0>(sums);
@@ -279,19 +279,19 @@ class Consumer {
 
   // Multiplies the values of a tile, whose first group of chunks is in stage `first`, by its weights, and leaves the tile's stages.
   DEVICE void add_values(const Ring<kStages>& first, bool begins, Sums& piece) {
-    const u32 weights = shared_address(shared_.weights);
+    const u32 weights = lines_at(shared_address(shared_.weights));
     u32 groups[kGroups];
     Ring<kStages> stage = first;
 #pragma unroll
-    for (u32& group : groups) group = shared_address(shared_.stage[stage.at]), stage.next();
+    for (u32& group : groups) group = lines_at(shared_address(shared_.stage[stage.at])), stage.next();
     wgmma_fence();
 #pragma unroll
     for (int b = 0; b < kBlocksEach; ++b) {
-      const auto chunk = [&](int c) { return groups[c / kGroupChunks] + c % kGroupChunks * kChunkBytes; };
+      const auto chunk = [&](int c) { return groups[c / kGroupChunks] + u32(c % kGroupChunks * kChunkBytes) / 16; };
       const u32 values = team_ == 0 ? chunk(kTeams * b) : chunk(kTeams * b + 1);
 #pragma unroll
       for (int step = 0; step < kTileKeys / 16; ++step)
-        Wgmma<kTileRows>::template shared<false, true>(piece.out[b], descriptor(values + step * 2048), descriptor(weights + step * 32),
+        Wgmma<kTileRows>::template shared<false, true>(piece.out[b], descriptor(values, step * 2048), descriptor(weights, step * 32),
                                                        !begins || step > 0);
       wgmma_commit();
     }
@@ -401,7 +401,7 @@ class Consumer {
   const int team_, warp_;  // the warpgroup's number, and the warp's within it
   Ring<kStages> stage_;
   u32 turns_ = 0;      // the parities of q_full (1) and of sums_full (2), and whose turn it is of the places of weights (4)
-  u32 q_ = 0;          // bytes: query_descriptor()
+  u32 q_ = 0;          // bytes: query_lines()
   float up_ = 1.f;     // fp8_ds_mla: what scales for the group of take_scales() are multiplied by in the piece, a power of two
   float scale_ = 1.f;  // of what modify() leaves, to log2 units
 };
@@ -422,6 +422,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   clear_queries(shared);
   __syncthreads();
+  if (warp_id() == kConsumerWarps) fetch_latents_ahead(p, k_map, first_task(0));
   if (!begin_launch(p)) return;
   const int warp = warp_id(), in_group = warp % 4;
   if (warp < kConsumerWarps) {

@@ -150,18 +150,16 @@ DEVICE u32 multiplied(u32 a, u32 b) {
   return type == kBf16 ? multiply_bf16(a, b) : multiply_f16(a, b);
 }
 
-// The lower half of the descriptor of queries, in a register that is the same for the whole warp: descriptors lie in such registers, and
-// what the compiler knows to be the same is computed there. The other half is that of every descriptor.
-DEVICE u32 query_descriptor(const SharedStorage& shared) { return shuffle(u32(descriptor(shared_address(shared.q))), 0); }
-// Of queries so many bytes further.
-DEVICE u64 query_descriptor(u32 lower, int bytes) { return (descriptor(0) & ~0xffffffffull) | (lower + u32(bytes) / 16); }
+// lines_at() queries, in a register that is the same for the whole warp: descriptors lie in such registers, and what the compiler knows to
+// be the same is computed there.
+DEVICE u32 query_lines(const SharedStorage& shared) { return shuffle(lines_at(shared_address(shared.q)), 0); }
 
 // A warp's view of the tile whose records lie at `records`.
 class ByteTile {
  public:
   DEVICE ByteTile(u32 records, int team, int warp) : records_(records), team_(team), warp_(warp) {}
 
-  // The scores of all keys. `q`: query_descriptor().
+  // The scores of all keys. `q`: query_lines().
   DEVICE void multiply_keys(const SharedStorage& shared, u32 q, Column& sums) const {
     const int lane = lane_id(), key = warp_ * 16 + lane / 4;
     const u32 from = records_ + (warp_ * 16 + lane % 16) * kRowBytes + lane / 16 * 16;
@@ -193,8 +191,8 @@ class ByteTile {
       for (int step = 0; step < 2; ++step) {
         const int dim = i * kPieceDims + step * kDepth;
         if (dim < kBytesDims)
-          Wgmma<kTileRows, kF16>::template registers<false>(
-              of_group, operands[step], query_descriptor(q, dim / 64 * kQChunkBytes + dim % 64 * 2), in_group + step > 0);
+          Wgmma<kTileRows, kF16>::template registers<false>(of_group, operands[step], descriptor(q, dim / 64 * kQChunkBytes + dim % 64 * 2),
+                                                            in_group + step > 0);
       }
       commit_products();
       if constexpr (kDsMla) {
@@ -303,8 +301,8 @@ class ByteTile {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      Wgmma<kTileRows, kBf16>::template registers<false>(sums, keys[step],
-                                                         query_descriptor(q, kDsMlaLatent / 64 * kQChunkBytes + step * 32), step);
+      Wgmma<kTileRows, kBf16>::template registers<false>(sums, keys[step], descriptor(q, kDsMlaLatent / 64 * kQChunkBytes + step * 32),
+                                                         step);
     wgmma_commit();
   }
 

@@ -14,8 +14,10 @@ namespace imbrex::cuda {
 constexpr int kColumns = kTileRows / 4, kBlocksEach = kHeadDimV / 64 / kTeams;
 using Column = float[kTileRows / 2];  // Fragment of wgmma: of a block, all that a thread has
 DEVICE int row_of_column(int column) { return column / 2 * 8 + first_column() + column % 2; }
-// Lines of 128 bytes.
-DEVICE u64 descriptor(u32 address) { return wgmma_descriptor(address, 16, 1024, 1); }
+// Of lines of 128 bytes, the lower half of a descriptor, and the descriptor of those so many bytes further on. Descriptors of neighbouring
+// products differ by a sum alone, so that the next one is there in time.
+DEVICE u32 lines_at(u32 address) { return u32(wgmma_descriptor(address, 16, 1024, 1)); }
+DEVICE u64 descriptor(u32 lines, int bytes) { return wgmma_descriptor(0, 0, 1024, 1) | u32(lines + bytes / 16); }
 // What a thread has of a column, of dim g (h = 0) and g + 8 (h = 1) of its warp's 16, with g = lane_id() / 4.
 template <class T, int n>
 DEVICE T& of_column(T (&x)[n], int column, int h) {
@@ -181,16 +183,18 @@ class StoredSums {
 };
 
 // The end of an item, by warp `warp` of a team. Each thread stores two neighbouring dims. Those of bytes it has; others two lanes exchange.
+// The item is read from shared memory in front of the first store, and not again behind each.
 template <class NodeOrSums>
 DEVICE void store_sums(const AttentionParams& p, const Item& item, const NodeOrSums& sums, int team, int warp) {
   const int lane = lane_id(), g = lane / 4, odd = g % 2;
   constexpr int kBetween = kBytes ? 16 : 64 * kTeams;  // dims from one block to the next
   const int dim = (team * 4 + warp) * (kBytes ? 16 * kBlocksEach : 16) + (kBytes ? 2 * g : odd != 0 ? g + 7 : g);
   const bool first = team == 0 && warp == 0 && lane < 4, wide = out_is_wide(p);
+  const Item own = item;
 #pragma unroll
   for (int k = 0; k < kColumns; ++k) {
     const int row = row_of_column(k);
-    const bool exists = row < item.num_rows;
+    const bool exists = row < own.num_rows;
     const float reference = reference_of(sums, k), sum = sum_of(sums, k);
     float2 pairs[kBlocksEach];
 #pragma unroll
@@ -204,16 +208,16 @@ DEVICE void store_sums(const AttentionParams& p, const Item& item, const NodeOrS
       }
     }
     if (!exists) continue;
-    if (item.partial >= 0) {
-      const long at = partial_row(p, item, row);
+    if (own.partial >= 0) {
+      const long at = partial_row(p, own, row);
       if (first) reinterpret_cast<float2*>(p.partial_state)[at] = {reference, sum};
       float* const to = p.partial_out + at * kHeadDimV + dim;
 #pragma unroll
       for (int b = 0; b < kBlocksEach; ++b) *reinterpret_cast<float2*>(to + b * kBetween) = pairs[b];
     } else {
-      const int token = item.token_of(row), head = item.head_of(row);
+      const int token = own.token_of(row), head = own.head_of(row);
       const RowEnd end = row_end(p, head, reference, sum);
-      const float factor = end.factor * kv_scale(p.v, item.kv_head);
+      const float factor = end.factor * kv_scale(p.v, own.kv_head);
       if (first) store_lse(p, token, head, end.lse);
       char* const to = out_row(p, token, head) + dim * element_bytes(kOutType);
 #pragma unroll

@@ -193,6 +193,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     tma_prefetch_map(k_map);
   }
   cluster_sync();
+  if (warp_id() == 8) fetch_latents_ahead(p, k_map, int(blockIdx.x) / kBlocksTogether);
   if (!begin_launch(p)) return;
   const int wg = shuffle(int(threadIdx.x / 128), 0);
   if (wg == 0) {

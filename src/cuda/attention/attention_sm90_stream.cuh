@@ -144,9 +144,10 @@ DEVICE void load_boxes(const TensorMap& map, const Item& item, const Box& box, u
              box.block);
 }
 
-// Prefetches the first tiles of a crew's first item into L2, with one warp and in front of griddep_wait(): while the last blocks of the
-// kernel in front end, memory is not busy. That kernel may be writing these keys, or the ids of their blocks: so the prefetched bytes are
-// not used, and an id that is not valid yet only prefetches the wrong bytes, or none. The lists are in L1 afterwards.
+// Prefetches the first tiles of a crew's first item into L2, `most_tiles` at most, with one warp and in front of griddep_wait(): while the
+// last blocks of the kernel in front end, memory is not busy. That kernel may be writing these keys, or the ids of their blocks: so the
+// prefetched bytes are not used, and an id that is not valid yet only prefetches the wrong bytes, or none. The lists are in L1 afterwards.
+template <int most_tiles, int v_chunks>
 DEVICE void fetch_ahead(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map, int task) {
   if (!p.keys_are_there || task >= num_tasks(p)) return;
   const Item item = item_of(p, task);
@@ -156,16 +157,19 @@ DEVICE void fetch_ahead(const AttentionParams& p, const TensorMap& k_map, const 
   } else {
     const u64 l2 = l2_first_out();
 #pragma unroll 1
-    for (int tile = tiles.first; tile < min(tiles.end, tiles.first + kStages); ++tile) {
+    for (int tile = tiles.first; tile < min(tiles.end, tiles.first + most_tiles); ++tile) {
       const Box box = whole_box(p, item, tile, [](const int* id) { return load_l2(id); });
       if (!box.loads) continue;
 #pragma unroll
       for (int c = 0; c < kKChunks; ++c) tma_prefetch(k_map, l2, c * kDimsOf<kKWidth>, first_row(item, box), item.kv_head, box.block);
 #pragma unroll
-      for (int c = 0; c < kVChunks; ++c) tma_prefetch(v_map, l2, c * kDimsOf<kVWidth>, first_row(item, box), item.kv_head, box.block);
+      for (int c = 0; c < v_chunks; ++c) tma_prefetch(v_map, l2, c * kDimsOf<kVWidth>, first_row(item, box), item.kv_head, box.block);
     }
   }
 }
+
+// Of latents, whose values are a part of their keys. With a second tile several requests take longer.
+DEVICE void fetch_latents_ahead(const AttentionParams& p, const TensorMap& map, int task) { fetch_ahead<1, 0>(p, map, map, task); }
 
 // Loads a tile where no map describes the tensor: element by element.
 template <int dim, int chunks, int width>

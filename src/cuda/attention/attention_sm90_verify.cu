@@ -363,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   __syncthreads();
-  if (warp_id() < kCrews) fetch_ahead(p, k_map, v_map, first_task(warp_id()));
+  if (warp_id() < kCrews) fetch_ahead<kStages, kVChunks>(p, k_map, v_map, first_task(warp_id()));
   if (!begin_launch(p)) return;
   const int wg = shuffle(int(threadIdx.x / 128), 0);
   if (wg >= kConsumers) {
