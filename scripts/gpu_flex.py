@@ -32,6 +32,7 @@ from native import OBJECT, Native, NativeError, Plan
 
 CELLS = ["4x4096", "2x16384", "8x1024"]
 WINDOW, DOCUMENT, PREFIX, CAP = 1024, 700, 500, 30.0
+WINDOWED = {"causal": True, "window": WINDOW}  # a spec's own words for windowed()
 BIAS = "float bias[,]; score + bias[head, kv]"
 TILES: dict[str, dict | None] = {
     "default": None,
@@ -52,9 +53,9 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        found = re.fullmatch(r"(\d+)/(\d+)x(\d+)", text)
-        if not found:
-            raise argparse.ArgumentTypeError(f"{text}: not like 32/8x128")
+        found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)x([1-9]\d*)", text)
+        if not found or int(found[1]) % int(found[2]) != 0:
+            raise argparse.ArgumentTypeError(f"expected q heads that are a multiple of the kv heads, like 32/8x128, got {text}")
         return cls(*map(int, found.groups()))
 
     def __str__(self) -> str:
@@ -84,6 +85,10 @@ def causal(b, h, i, j):
     return i >= j
 
 
+def windowed(b, h, i, j):
+    return (i >= j) & (i - j < WINDOW)
+
+
 def variants(batch: int, length: int, device: str, q_heads: int) -> dict[str, Variant]:
     numbers = torch.arange(length, device=device, dtype=torch.int32)
     # Documents end at other tokens in each request.
@@ -94,7 +99,7 @@ def variants(batch: int, length: int, device: str, q_heads: int) -> dict[str, Va
     add_bias = lambda s, b, h, i, j: s + bias[h, j]
     return {
         "causal": Variant("kv <= q", causal, twin={"causal": True}),
-        "window": Variant(f"kv <= q & q - kv < {WINDOW}", lambda b, h, i, j: (i >= j) & (i - j < WINDOW), twin={"causal": True, "window": WINDOW}),
+        "window": Variant(f"kv <= q & q - kv < {WINDOW}", windowed, twin=WINDOWED),
         "documents": Variant(
             "int doc[,]; doc[batch, q] == doc[batch, kv] & kv <= q",
             lambda b, h, i, j: (docs[b, i] == docs[b, j]) & (i >= j),
@@ -115,9 +120,7 @@ def variants(batch: int, length: int, device: str, q_heads: int) -> dict[str, Va
             "kv <= q", causal, "float slope[]; score + slope[head] * (kv - q)", lambda s, b, h, i, j: s + slopes[h] * (j - i), score_tensors={"slope": slopes}
         ),
         "bias": Variant("kv <= q", causal, BIAS, add_bias, score_tensors={"bias": bias}),
-        "windowed bias": Variant(
-            "", lambda b, h, i, j: (i >= j) & (i - j < WINDOW), BIAS, add_bias, score_tensors={"bias": bias}, fields={"causal": True, "window": WINDOW}
-        ),
+        "windowed bias": Variant("", windowed, BIAS, add_bias, score_tensors={"bias": bias}, fields=WINDOWED),
     }
 
 
@@ -142,7 +145,7 @@ class Problem:
         group = self.shape.q_heads // self.shape.kv_heads
         keys = torch.arange(self.length, device=self.device)
         for b in range(self.batch):
-            for h in chosen.sample(range(self.shape.q_heads), heads):
+            for h in chosen.sample(range(self.shape.q_heads), min(heads, self.shape.q_heads)):
                 some = range(self.length) if rows >= self.length else sorted(chosen.sample(range(self.length), rows))
                 at = torch.tensor(list(some), device=self.device)
                 logits = self.q[b, h, at].double() @ self.k[b, h // group].double().T / math.sqrt(self.shape.dim)
@@ -286,7 +289,8 @@ def compile_kernels(args: argparse.Namespace) -> None:
 
     def one(row: tuple[str, str]) -> None:
         command = [sys.executable, __file__, row[0], "--only", f"{row[1]}$", "--rounds", "0", *["--tuned"] * args.tuned, *["--built-in"] * args.built_in]
-        command += ["--object", str(args.object), "--shape", str(args.shape), "--backend", args.backend, "--page", str(args.page), "--device", args.device, "--tiles", *args.tiles]
+        command += ["--object", str(args.object), "--shape", str(args.shape), "--backend", args.backend, "--page", str(args.page)]
+        command += ["--device", args.device, "--tiles", *args.tiles]
         subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
     names = [name for name in variants(1, 1, "cpu", 1) if re.match(args.only, name)]
@@ -319,7 +323,7 @@ def main() -> int:
     torch._dynamo.config.cache_size_limit = 256
     native = Native(args.object)
     card = "CPU" if args.device == "cpu" else torch.cuda.get_device_name()
-    print(f"{card}, PyTorch {torch.__version__}, {args.shape.q_heads} q heads, {args.shape.kv_heads} kv heads, {args.shape.dim} dims, bf16; microseconds", flush=True)
+    print(f"{card}, PyTorch {torch.__version__}, {args.shape} (q heads/kv heads x dims), bf16; microseconds", flush=True)
     print(f"{'cell':8} {'variant':13} {'imbrex':>10} {'flex':>10} {'ratio':>7}  {'tiles':8} {'built in':>10} {'update':>10} {'blocks':>10}  errors", flush=True)
     wrong = False
     for cell in args.cells:
