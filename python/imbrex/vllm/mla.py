@@ -2,7 +2,7 @@
 those of a prompt do, and the plan chooses for each request whether it is computed in latent space or with expanded keys."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Dict, List, Optional, Tuple
 
 import torch
@@ -23,7 +23,8 @@ from .metadata import Builder, Metadata, logger
 
 @dataclass
 class MlaMetadata(Metadata):
-    """The step as MLAAttention reads it: every token is one of a prompt."""
+    """The step as MLAAttention reads it: every token is one of a prompt. Where requests of decode have lengths that the GPU alone knows, they are a part of
+    their own, and so are those behind them; `plans` are those of the first part then."""
 
     num_reqs: int = 0
     num_prefills: int = 0
@@ -31,6 +32,7 @@ class MlaMetadata(Metadata):
     num_decode_tokens: int = 0
     prefill: Optional[Any] = None
     decode: Optional[Any] = None
+    parts: List[Tuple[Dict[Tuple, MlaPlan], slice]] = field(default_factory=list)  # plans, and the tokens that they compute
 
 
 class MlaImpl(CPUMLAImpl):
@@ -94,7 +96,8 @@ class MlaImpl(CPUMLAImpl):
 
             return _custom_ops.concat_and_cache_mla(kv_c_normed, k_pe.squeeze(1), kv_cache, slot_mapping.flatten(), kv_cache_dtype, k_scale)
         rope = k_pe.squeeze(1) if self.qk_rope_head_dim else None
-        metadata.plans[self.plan_key].write_kv(self._pages(kv_cache, k_scale), kv_c_normed, rope)
+        for plans, tokens in metadata.parts:
+            plans[self.plan_key].write_kv(self._pages(kv_cache, k_scale), kv_c_normed[tokens], None if rope is None else rope[tokens])
 
     def forward_mha(
         self,
@@ -111,7 +114,8 @@ class MlaImpl(CPUMLAImpl):
         if output_scale is not None:
             raise NotImplementedError("imbrex: expected no output_scale: outputs are not quantised")
         out = output.view(-1, self.num_heads, self.v_head_dim)
-        attn_metadata.plans[self.plan_key].run(q, self._kv_b, self._pages(kv_c_and_k_pe_cache, k_scale), out)
+        for plans, tokens in attn_metadata.parts:
+            plans[self.plan_key].run(q[tokens], self._kv_b, self._pages(kv_c_and_k_pe_cache, k_scale), out[tokens])
 
     def forward_mqa(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("imbrex: expected a step of MlaBuilder, which has no tokens with absorbed queries")
@@ -120,7 +124,9 @@ class MlaImpl(CPUMLAImpl):
 class MlaBuilder(Builder):
     """A plan for each kind of layer in the group; vLLM calls build() once a step.
 
-    On a GPU steps with one token a request have plans of their own: these keep every request in latent space, so that graphs may hold them.
+    On a GPU steps with one token a request, or as many as drafts are verified, have plans of their own: these keep every request in latent space, so that
+    graphs may hold them. With drafts their lengths are on the GPU alone. A step that has prompts too is planned in two parts, since which way a prompt takes
+    is the host's affair; vLLM puts requests of few tokens first.
     """
 
     caches = ("MLAAttentionSpec",)
@@ -136,22 +142,27 @@ class MlaBuilder(Builder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        return cls._cudagraph_support
+        return cls._cudagraph_support if vllm_config.speculative_config is None else AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: List[str], vllm_config: Any, device: torch.device) -> None:
         self._set_up(kv_cache_spec, layer_names, vllm_config, device)
-        gpu = self.device_text != "cpu"
-        if gpu and vllm_config.speculative_config is not None:
-            raise NotImplementedError("imbrex: expected no speculative decoding of latent attention on a GPU, whose lengths the host does not know")
-        self.on_device = gpu and self.settings.on_device == "always"  # steps of decode; which way a prompt takes is the host's affair
-        self.supports_draft_decode_metadata_update = not gpu
+        gpu, speculative = self.device_text != "cpu", vllm_config.speculative_config
+        drafts = gpu and speculative is not None
+        if drafts and self.settings.on_device == "never":
+            raise ValueError('imbrex: expected on_device "auto" or "always" with speculative decoding on a GPU, got "never"')
+        self.most_decoded = 1 + (speculative.num_speculative_tokens or 0) if drafts else 1  # query tokens of a request of decode
+        if drafts:
+            self.reorder_batch_threshold = self.most_decoded
+        self.on_device = gpu and (drafts or self.settings.on_device == "always")  # steps of decode
+        self.supports_draft_decode_metadata_update = drafts or not gpu
         self._plan_layers()
 
     def _plan_layers(self) -> None:
         gpu, limits = self.device_text != "cpu", self._limits(self._ahead())
         self.plans: Dict[Tuple, MlaPlan] = {}
         self.decode_plans: Dict[Tuple, MlaPlan] = {} if gpu else self.plans
-        alone = dict(self._decode_limits(limits), max_query_len=1, on_device=self.on_device)
+        alone = dict(self._decode_limits(limits), max_query_len=self.most_decoded, on_device=self.on_device)
+        alone["max_num_tokens"] = max(alone["max_num_tokens"], limits["max_num_reqs"] * self.most_decoded)
         for name, layer in self.layers.items():
             if not isinstance(layer.impl, MlaImpl):
                 raise NotImplementedError(f"imbrex: expected layers of its own in its group, got {type(layer.impl).__name__}")
@@ -179,13 +190,43 @@ class MlaBuilder(Builder):
         self._plan_added_layers()
         if cam.causal is not True:
             raise NotImplementedError(f"imbrex: expected causal decoder layers, got causal={cam.causal}")
-        decode = cam.max_query_len == 1
-        plans = self.decode_plans if decode else self.plans
-        metadata = MlaMetadata(**self._step_of(cam), plans=plans, num_reqs=cam.num_reqs, num_prefills=cam.num_reqs)
-        if self.on_device and decode:
+        metadata = MlaMetadata(**self._step_of(cam), plans=self.plans, num_reqs=cam.num_reqs, num_prefills=cam.num_reqs)
+        decodes = self._decodes(cam)
+        if decodes == cam.num_reqs:
+            metadata.plans = self.decode_plans
+        elif decodes > 0 and self.on_device:
+            return self._in_parts(metadata, cam, decodes)
+        metadata.parts = [(metadata.plans, slice(None))]
+        if self.on_device and decodes == cam.num_reqs:
             self._update_on_device(metadata)
         else:
             self._update(metadata, *self._on_host(cam))
+        return metadata
+
+    def _decodes(self, cam: CommonAttentionMetadata) -> int:
+        """How many requests at the front have no more tokens than one of decode."""
+        if cam.max_query_len <= self.most_decoded:
+            return int(cam.num_reqs)
+        more = cam.query_start_loc_cpu[: cam.num_reqs + 1].diff() > self.most_decoded
+        return int(more.int().argmax())
+
+    def _in_parts(self, metadata: MlaMetadata, cam: CommonAttentionMetadata, decodes: int) -> MlaMetadata:
+        """Requests of decode by lengths on the GPU, those behind them by the host's, which are exact for a prompt."""
+        starts, lengths = self._on_host(cam)
+        tokens = int(starts[decodes])
+        first = replace(
+            metadata,
+            num_actual_tokens=tokens,
+            query_start_loc=metadata.query_start_loc[: decodes + 1],
+            seq_lens=metadata.seq_lens[:decodes],
+            block_table=metadata.block_table[:decodes],
+            slot_mapping=metadata.slot_mapping[:tokens],
+            plans=self.decode_plans,
+        )
+        rest = replace(metadata, block_table=metadata.block_table[decodes:], slot_mapping=metadata.slot_mapping[tokens:])
+        self._update_on_device(first)
+        self._update(rest, starts[decodes:] - tokens, lengths[decodes:])
+        metadata.parts = [(self.decode_plans, slice(0, tokens)), (self.plans, slice(tokens, metadata.num_actual_tokens))]
         return metadata
 
 

@@ -1,6 +1,8 @@
 """The plug-in's latent attention against stand-ins of vLLM: on a CPU in place of CPU_MLA, on a GPU as CUSTOM; prompts, decode and verify over pages,
 beside the definition."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -49,8 +51,8 @@ class Layers:
         self.scale = torch.tensor(0.5, device=device)
         self.table = torch.randperm(23, generator=torch.Generator().manual_seed(1))[:20].view(4, 5).int() + 1
 
-    def step(self, lens, new, padding=0):
-        """Requests of so many tokens, the last `new` of which are this step's. Returns what each layer gave and what it should give."""
+    def step(self, lens, new, at_most=None):
+        """Requests of so many tokens, `at_most` as the host knows, the last `new` of which are this step's. Returns what each layer gave and what it should give."""
         from vllm.forward_context import set_forward_context
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -61,7 +63,8 @@ class Layers:
         slots, seq_lens = torch.tensor(slots), torch.tensor(lens, dtype=torch.int32)
         table, slots = self.table[: len(lens)].to(self.device), slots.to(self.device)
         there = starts.to(self.device), starts, seq_lens.to(self.device)
-        cam = CommonAttentionMetadata(*there, len(lens), len(slots), max(new), max(lens), table, slots, seq_lens_cpu_upper_bound=seq_lens)
+        host = seq_lens if at_most is None else torch.tensor(at_most, dtype=torch.int32)
+        cam = CommonAttentionMetadata(*there, len(lens), len(slots), max(new), max(lens), table, slots, seq_lens_cpu_upper_bound=host)
         metadata = self.builder.build(0, cam)
         assert metadata.num_prefills == len(lens) and metadata.num_decodes == metadata.num_decode_tokens == 0
         found, self.metadata = [], metadata
@@ -123,6 +126,28 @@ def test_latents_of_e4m3(vllm_on_cpu, device):
     for lens, new in (([40, 7, 70], [40, 7, 70]), ([41, 8, 71], [1, 1, 1])):
         for out, expected in layers.step(lens, new):
             torch.testing.assert_close(out.double(), expected, atol=3e-2, rtol=3e-2)
+
+
+def test_drafts_have_the_lengths_of_the_gpu(vllm_on_cpu, monkeypatch, device):
+    """Requests of decode at the front of a step are planned by lengths on the GPU, prompts behind them by the host's."""
+    drafts = dict(speculative_config=SimpleNamespace(num_speculative_tokens=3)) if device != "cpu" else {}
+    layers = Layers(dtype=torch.bfloat16, device=device, config=drafts)
+    builder = layers.builder
+    if device == "cpu":  # as on a GPU, with plans of the host
+        monkeypatch.setattr(type(builder), "_update_on_device", lambda self, step: self._update(step, step.query_start_loc, step.seq_lens))
+        builder.most_decoded, builder.on_device = 4, True
+        builder.decode_plans = {key: builder._make_mla_plan(plan.spec, builder._limits()) for key, plan in builder.plans.items()}
+    assert (builder.most_decoded, builder.on_device) == (4, True)
+    for lens, new, at_most in (
+        ([50, 9, 30], [50, 9, 30], [50, 9, 30]),
+        ([52, 13, 31, 40], [2, 4, 1, 40], [55, 14, 33, 40]),
+        ([53, 17, 34, 75], [1, 4, 3, 35], [56, 20, 35, 75]),
+        ([57, 18, 36, 76], [4, 1, 2, 1], [61, 24, 40, 79]),
+    ):
+        parts_wanted = [plans for plans, wanted in ((builder.decode_plans, min(new) <= 4), (builder.plans, max(new) > 4)) if wanted]
+        for out, expected in layers.step(lens, new, at_most):
+            torch.testing.assert_close(out.double(), expected, atol=3e-2, rtol=3e-2)
+        assert all(found is wanted for (found, _), wanted in zip(layers.metadata.parts, parts_wanted, strict=True))
 
 
 @on_gpu
