@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "attention/known_mask.h"
 #include "attention/kv_codec.h"
 #include "attention/plan_checks.h"
 #include "core/check.h"
@@ -63,7 +64,7 @@ class CpuBackend final : public BackendOf<AttentionFamily> {
     begin_plan(*this, spec, device, options, kernels(device.isa).isa);
     check(kX86 || needs_ == CpuIsa::generic, "device.cpu_isa.absent", "expected a device of this build, which is not for x86-64, got {}",
           device.str());
-    return std::make_unique<cpu::Plan>(name_, kernels(device.isa), spec, options);
+    return std::make_unique<cpu::Plan>(name_, kernels(device.isa), with_known_mask(spec), options);
   }
 
   std::vector<KernelChoice> kernel_choices(const AttentionSpec& spec, const DeviceInfo& device) const override {
@@ -73,7 +74,7 @@ class CpuBackend final : public BackendOf<AttentionFamily> {
              .kernel = k.isa,
              .sizes = {{"tile_rows", std::max(1, k.row_tile / spec.group_size()) * spec.group_size()},
                        {"tile_keys", cpu::kBlockKeys},
-                       {"piece_keys", k.split_keys(shape_of(spec, k))},
+                       {"piece_keys", k.split_keys(shape_of(with_known_mask(spec), k))},
                        {"most_heads", k.most_heads}}}};
   }
 

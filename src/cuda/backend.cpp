@@ -8,6 +8,7 @@
 #include <limits>
 #include <numeric>
 
+#include "attention/known_mask.h"
 #include "attention/kv_codec.h"
 #include "attention/plan_checks.h"
 #include "core/check.h"
@@ -393,7 +394,8 @@ class CudaBackend final : public BackendOf<AttentionFamily> {
   std::string_view name() const override { return kernels_.backend; }
   std::string_view description() const override { return description_; }
 
-  std::vector<Reason> unsupported(const AttentionSpec& spec, const DeviceInfo& device) const override {
+  std::vector<Reason> unsupported(const AttentionSpec& given, const DeviceInfo& device) const override {
+    const AttentionSpec spec = with_known_mask(given);
     std::vector<Reason> reasons;
     if (device.device.type != DeviceType::cuda) {
       reasons.push_back({"device.type", "cuda", to_string(device.device.type)});
@@ -407,17 +409,17 @@ class CudaBackend final : public BackendOf<AttentionFamily> {
 
   std::unique_ptr<AttentionPlan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     begin_plan(*this, spec, device, options);
-    return std::make_unique<cuda::Plan>(kernels_, spec, device, options);
+    return std::make_unique<cuda::Plan>(kernels_, with_known_mask(spec), device, options);
   }
 
   int64_t workspace_bytes(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     check_request(*this, spec.str(), unsupported(spec, device), device, options);
-    return int64_t(cuda::outline(kernels_, spec, device, options).scratch_bytes);
+    return int64_t(cuda::outline(kernels_, with_known_mask(spec), device, options).scratch_bytes);
   }
 
   std::vector<KernelChoice> kernel_choices(const AttentionSpec& spec, const DeviceInfo& device) const override {
     check_request(*this, spec.str(), unsupported(spec, device), device, {});
-    return cuda::kernel_choices(kernels_, spec, device);
+    return cuda::kernel_choices(kernels_, with_known_mask(spec), device);
   }
 
  private:

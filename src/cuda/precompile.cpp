@@ -5,6 +5,7 @@
 #include <atomic>
 #include <set>
 
+#include "attention/known_mask.h"
 #include "core/check.h"
 #include "core/env.h"
 #include "core/run_parallel.h"
@@ -115,7 +116,7 @@ constexpr OtherFamily kOtherFamilies[] = {{"short_conv", "cuda_sm80", short_conv
 
 // The attention that a layer runs: itself, or what a layer of latent attention is composed of.
 void add_attention_of(const LayerSpec& layer, std::vector<AttentionSpec>& to) {
-  if (const auto* attention = std::get_if<AttentionSpec>(&layer)) to.push_back(*attention);
+  if (const auto* attention = std::get_if<AttentionSpec>(&layer)) to.push_back(with_known_mask(*attention));
   const auto* const latent = std::get_if<MlaSpec>(&layer);
   if (latent == nullptr) return;
   to.push_back(latent->latent_spec());

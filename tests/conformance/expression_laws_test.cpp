@@ -25,11 +25,14 @@ TEST_P(ExpressionLaws, AnExpressionIsItsBuiltInTwin) {
   };
   const Twins twins[] = {
       {{.causal = true}, {}, "kv <= q", ""},
+      {{.causal = true}, {}, "kv <= q & q_len > 0", ""},
       {{.causal = true, .window_left = 30}, {}, "kv <= q & q - kv <= 30", ""},
+      {{.causal = true, .window_left = 30}, {}, "kv <= q & q - kv <= 30 & q_len > 0", ""},
       {{.causal = true, .chunk = 48}, {}, "q // 48 == kv // 48 & kv <= q", ""},
-      {{.causal = true}, {.soft_cap = 20.f}, "kv <= q", "20 * tanh(score / 20)"},
+      {{.causal = true}, {.soft_cap = 20.f}, "kv <= q & q_len > 0", "20 * tanh(score / 20)"},
       {{.causal = true}, {.alibi = true}, "kv <= q", "float slope[]; score + slope[head] * (kv - q)"},
       {{.causal = false, .window_left = 20, .window_right = 9}, {.sinks = true}, "q - kv <= 20 & kv - q <= 9", ""},
+      {{.causal = false, .window_left = 20, .window_right = 9}, {.sinks = true}, "q - kv <= 20 & kv - q <= 9 & q_len > 0", ""},
   };
   int compared = 0;
   for (const Twins& twin : twins) {

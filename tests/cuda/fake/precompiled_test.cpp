@@ -42,6 +42,7 @@ TEST(Precompiled, PlansOfLayersWithExpressionsCompileNothing) {
   const DeviceInfo device = probe_cuda().at(0);
   constexpr Layer kLayers[] = {
       {"", "kv <= q & q - kv < 77", DType::bf16, DType::bf16, 128, false},
+      {"", "kv <= q & q - kv < 77 & q_len > 0", DType::bf16, DType::bf16, 128, false},
       {"", "kv < 77 | head < 3", DType::bf16, DType::bf16, 128, true},
       {"float bias[,]; score + bias[head, kv] * 77", "", DType::bf16, DType::bf16, 64},
       {"77 * tanh(score / 77)", "", DType::bf16, DType::fp8_e4m3, 128},
@@ -69,7 +70,7 @@ TEST(Precompiled, PlansOfLayersWithExpressionsCompileNothing) {
         }
     }
   }
-  EXPECT_EQ(plans, 11 * 6);
+  EXPECT_EQ(plans, 13 * 6);
 }
 
 }  // namespace
