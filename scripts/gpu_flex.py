@@ -97,15 +97,13 @@ def variants(batch: int, length: int, device: str, q_heads: int) -> dict[str, Va
     slopes = torch.tensor([2.0 ** (-8 * (h + 1) / q_heads) for h in range(q_heads)], device=device)
     bias = torch.randn(q_heads, length, generator=torch.Generator(device=device).manual_seed(7), device=device)
     add_bias = lambda s, b, h, i, j: s + bias[h, j]
+    in_documents = dict(mask_tensors={"doc": docs}, per_request=True)
+    document_mask = lambda b, h, i, j: (docs[b, i] == docs[b, j]) & (i >= j)
+    document_text = "int doc[,]; doc[batch, q] == doc[batch, kv] & kv <= q"
     return {
         "causal": Variant("kv <= q", causal, twin={"causal": True}),
         "window": Variant(f"kv <= q & q - kv < {WINDOW}", windowed, twin=WINDOWED),
-        "documents": Variant(
-            "int doc[,]; doc[batch, q] == doc[batch, kv] & kv <= q",
-            lambda b, h, i, j: (docs[b, i] == docs[b, j]) & (i >= j),
-            mask_tensors={"doc": docs},
-            per_request=True,
-        ),
+        "documents": Variant(document_text, document_mask, **in_documents),
         "prefix": Variant(
             "int prefix[]; kv < prefix[batch] | kv <= q", lambda b, h, i, j: (j < prefix[b]) | (i >= j), mask_tensors={"prefix": prefix}, per_request=True
         ),
@@ -120,6 +118,7 @@ def variants(batch: int, length: int, device: str, q_heads: int) -> dict[str, Va
             "kv <= q", causal, "float slope[]; score + slope[head] * (kv - q)", lambda s, b, h, i, j: s + slopes[h] * (j - i), score_tensors={"slope": slopes}
         ),
         "bias": Variant("kv <= q", causal, BIAS, add_bias, score_tensors={"bias": bias}),
+        "bias in documents": Variant(document_text, document_mask, BIAS, add_bias, score_tensors={"bias": bias}, **in_documents),
         "windowed bias": Variant("", windowed, BIAS, add_bias, score_tensors={"bias": bias}, fields=WINDOWED),
     }
 

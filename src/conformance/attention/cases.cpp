@@ -283,7 +283,8 @@ std::vector<Case> make_cases() {
   add_expression_cases(table);
   add_packed_cases(table);
   add_mask_cases(table);
-  add_latent_tree_cases(table);  // new ones last: a case's seed and types depend on how many are in front of it
+  add_latent_tree_cases(table);
+  add_wide_mask_cases(table);  // new ones last: a case's seed and types depend on how many are in front of it
   return std::move(table.cases);
 }
 

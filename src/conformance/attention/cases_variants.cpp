@@ -83,4 +83,34 @@ void add_packed_cases(CaseTable& table) {
   }
 }
 
+// Masks of the caller's beside scores that are more than q.k times a scale, with many dims.
+void add_wide_mask_cases(CaseTable& table) {
+  const Requests requests{{90, 200}, {0, 9}, {5, 325}, {1, 301}};
+  struct Variant {
+    const char* name;
+    ScoreMod score;
+    const char* score_mod = "";
+  };
+  const Variant variants[] = {{"capped", {.soft_cap = 20.f}},
+                              {"alibi", {.alibi = true}},
+                              {"scaled", {.head_scales = true, .sinks = true}},
+                              {"biased", {}, "float bias[,]; score + bias[head, kv]"},
+                              {"modified", {.sinks = true}, "20 * tanh(score / 20)"}};
+  for (const Variant& v : variants)
+    for (const DTypes types : {kDTypes[0], kDTypes[1], kDTypes[3]})
+      for (const bool expression : {false, true}) {
+        Case& c =
+            table.add(fmt::format("wide_{}_{}_{}_{}", v.name, expression ? "documents" : "packed", to_string(types.q), to_string(types.kv)),
+                      2, 2, {256, 256}, types, requests);
+        c.spec.mask.causal = false, c.spec.score = v.score;
+        if (*v.score_mod != 0) c.spec.score_mod = parse_expression(v.score_mod);
+        if (expression) {
+          c.spec.mask_mod = parse_expression("int doc[,]; doc[batch, q] == doc[batch, kv] & kv <= q");
+        } else {
+          c.spec.mask.window_left = 150, c.spec.mask.custom = true;
+          c.custom = CustomPattern::documents, c.packed_mask = true;
+        }
+      }
+}
+
 }  // namespace imbrex

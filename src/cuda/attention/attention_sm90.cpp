@@ -71,7 +71,6 @@ Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
 
 std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
   constexpr int kDimUnit = 8, kMostDims = 256;
-  constexpr int kMostMaskedDims = 128;  // registers are short
   const int qk = spec.head_dim_qk, v = spec.head_dim_v, group = spec.group_size();
   const bool dims = qk == v ? v <= kMostDims && v % kDimUnit == 0 : qk == 192 && v == 128 && !widens(spec);
   std::vector<Reason> reasons;
@@ -84,9 +83,6 @@ std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
   need(dims, "spec.head_dim_qk", fmt::format("the same multiple of {} up to {} for keys and values, or 192 and 128", kDimUnit, kMostDims),
        fmt::format("{} and {}", qk, v));
   need(group <= kTeamRows, "spec.num_q_heads", fmt::format("{} for each kv head at most", kTeamRows), fmt::format("{}", group));
-  need(!reads_mask_bits(spec) || v <= kMostMaskedDims || has_plain_logits(spec), spec.mask.custom ? "spec.mask.custom" : "spec.mask_mod",
-       fmt::format("no custom mask and no mask_mod beside logits other than q.k times a scale with more than {} dims", kMostMaskedDims),
-       spec.mask.custom ? "a custom mask" : "a mask_mod");
   need(mask_mod_heads(spec) == 1, "spec.mask_mod", "a mask that is the same for all heads", spec.mask_mod.str());
   need(!spec.mask.positions, "spec.mask.positions", "positions aligned at the bottom right", "given positions");
   AttentionSpec without = spec;
