@@ -118,6 +118,10 @@ std::vector<AttentionSpec> thorough_specs() {
   specs.back().mask.custom = true;
   specs.push_back(spec_of(DType::bf16, DType::bf16, 256, 256));
   specs.back().mask.custom = true;
+  for (const DType kv : {DType::bf16, DType::fp8_e4m3}) {
+    AttentionSpec& wide = specs.emplace_back(spec_of(DType::bf16, kv, 256, 256));
+    wide.mask = {.window_left = 4095, .custom = true}, wide.score = {.head_scales = true, .soft_cap = 50.f, .alibi = true};
+  }
   for (const int dim : {64, 128, 256})
     for (const DType kv : {DType::bf16, DType::fp8_e4m3})
       for (const int window : {-1, 4095})
@@ -132,6 +136,9 @@ std::vector<AttentionSpec> thorough_specs() {
   };
   add_latent(DType::bf16, 512, 128, 64);
   add_latent(DType::bf16, 512, 64, 64);
+  add_latent(DType::bf16, 512, 128, 1);
+  AttentionSpec& handed = add_latent(DType::bf16, 512, 128, 1);
+  handed.mask.window_left = 4095, handed.score = {.soft_cap = 50.f, .sinks = true};
   add_latent(DType::f16, 384, 20, 16).score.sinks = true;
   add_latent(DType::f16, 256, 16, 1);
   add_latent(DType::bf16, 384, 20, 16).score = {.soft_cap = 50.f, .sinks = true};

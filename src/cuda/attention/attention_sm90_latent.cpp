@@ -49,7 +49,7 @@ std::optional<Sm90LatentTiles> attention_sm90_latent_tiles(std::string_view arch
 
 unsigned attention_sm90_latent_cluster(const AttentionSpec& spec) {
   const int tasks = (spec.group_size() + kTeamRows - 1) / kTeamRows;
-  return tasks == 2 && !has_small_pages(spec) ? 2 : 1;
+  return tasks == 2 ? 2 : 1;
 }
 
 int64_t attention_sm90_latent_run_sums(const AttentionSpec& spec) {

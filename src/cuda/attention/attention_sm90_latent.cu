@@ -154,16 +154,17 @@ class Multiplier {
 
 DEVICE void begin_barriers(SharedStorage& shared) {
   for (int i = 0; i < kStages; ++i) {
-    mbarrier_init(shared_address(&shared.full[i]), kLoaders);
+    mbarrier_init(shared_address(&shared.full[i]), kReporters);
     mbarrier_init(shared_address(&shared.empty[i]), kRowCluster * (kScoreWarps + kOutputWarps));
   }
+  for (u64& copied : shared.copied) mbarrier_init(shared_address(&copied), kLoaders);
   for (int i = 0; i < kWeightSlots; ++i) {
     mbarrier_init(shared_address(&shared.weights_full[i]), kScoreWarps);
     mbarrier_init(shared_address(&shared.weights_empty[i]), kOutputWarps);
   }
   for (int i = 0; i < SharedStorage::kItemSlots; ++i) {
     mbarrier_init(shared_address(&shared.item_full[i]), 1);
-    mbarrier_init(shared_address(&shared.item_empty[i]), kScoreWarps + kOutputWarps + 1);
+    mbarrier_init(shared_address(&shared.item_empty[i]), kScoreWarps + kOutputWarps + 1 + kHandsOver);
   }
   mbarrier_init(shared_address(&shared.item_wanted), 1);
   mbarrier_init(shared_address(&shared.node_written), kOutputWarps);
@@ -206,6 +207,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     if (warp == 1) produce_stages(p, q_map, k_map, shared);
+    if (kHandsOver && warp == 2) hand_over_tiles(shared);
   }
   if constexpr (kRowCluster > 1) {  // the other block writes to this one's memory, and reports to its barriers, until it is done
     __syncwarp();

@@ -11,8 +11,10 @@ namespace imbrex::cuda {
 static_assert(kValuesInKeys && kKvType == kQType && kTileRows == kTeamRows && kKeyWarps == 0 && kCrews == 1);
 
 // Where a token has rows for two tasks, two thread blocks of a cluster take them: each loads some chunks of a tile, to both. So their rings
-// go the same way, stage by stage.
-constexpr int kRowCluster = kRowBlocks == 2 && !kSmallPages ? 2 : 1;
+// go the same way, stage by stage. Rows that lanes copy come to their own block, which hands them over when they are there.
+constexpr int kRowCluster = kRowBlocks == 2 ? 2 : 1;
+constexpr bool kHandsOver = kRowCluster > 1 && kMaps&& kSmallPages;
+constexpr int kReporters = kHandsOver ? 1 : kLoaders;  // lanes that report a stage
 DEVICE int rank_in_cluster() { return kRowCluster == 1 ? 0 : shuffle(int(cluster_rank()), 0); }
 // Reports a stage, which either block may load to next, once for a warp.
 DEVICE void leave_to_all(u64& empty) {
@@ -80,6 +82,7 @@ struct SharedStorage {
   ClusterNumbers numbers;                 // where there are clusters
   u64 full[kStages], empty[kStages], weights_full[kWeightSlots], weights_empty[kWeightSlots];
   u64 item_full[kItemSlots], item_empty[kItemSlots], item_wanted, node_written;
+  u64 copied[kHandsOver ? kStages : 1];  // this block's chunks of a tile
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
@@ -93,7 +96,7 @@ DEVICE void load_queries(const AttentionParams& p, const TensorMap& q_map, const
     if (elect_one()) {
       mbarrier_arrive_expect(full, u32(end - first) * (kTokens * kHeads * 128));
       for (int c = first; c < end; ++c) tma_load(to + (c - first) * kQChunkBytes, q_map, full, l2_first_out(), c * 64, head, token);
-    } else if (kLoaders > 1) {
+    } else if (kReporters > 1) {
       mbarrier_arrive(full);
     }
   } else {
@@ -108,19 +111,36 @@ DEVICE void load_node(const AttentionParams& p, int level, int row_warp, u32 to,
   if (lane_id() == 0) {
     mbarrier_arrive_expect(full, kBytes);
     bulk_load(to, node_rows(p, level, row_warp), kBytes, full);
-  } else if (kLoaders > 1) {
+  } else if (kReporters > 1) {
     mbarrier_arrive(full);
   }
 }
 
-// Loads a tile; of a cluster each block brings some chunks to both.
-DEVICE void load_latent_tile(const TensorMap& k_map, const Item& item, const Box& box, u32 to, u32 full, u64 l2) {
-  constexpr int kPagesAtOnce = 4, kFirst = (kKChunks + kRowCluster - 1) / kRowCluster;
+// Of a cluster each block brings some chunks of a tile to both: the first block these, the other one the others.
+constexpr int kFirstChunks = (kKChunks + kRowCluster - 1) / kRowCluster;
+
+// Copies this block's chunks of a tile row by row.
+DEVICE void copy_latent_tile(const AttentionParams& p, const Item& item, const Box& box, u32 to, u32 copied) {
+  constexpr int kFirstBytes = kFirstChunks * 128;
+  const int begin = box.key - lane_id() * kPageRows;
+  KvSide side = p.k;
   if (rank_in_cluster() == 0) {
-    load_latents<kFirst, 128, kPagesAtOnce, kRowCluster>(k_map, item, box, to, full, l2, 0, kKChunks);
+    copy_rows<kFirstBytes, kChunkBytes, kUnrolled>(side, item.kv_head, box.rows, begin, to, copied);
   } else {
-    load_latents<kKChunks - kFirst, 128, kPagesAtOnce, kRowCluster>(k_map, item, box, to + kFirst * kChunkBytes, full, l2, kFirst * 64,
-                                                                    kKChunks);
+    side.data += kFirstBytes;
+    copy_rows<kHeadDimQk * 2 - kFirstBytes, kChunkBytes, kUnrolled>(side, item.kv_head, box.rows, begin, to + kFirstChunks * kChunkBytes,
+                                                                    copied);
+  }
+}
+
+// Loads a tile.
+DEVICE void load_latent_tile(const TensorMap& k_map, const Item& item, const Box& box, u32 to, u32 full, u64 l2) {
+  constexpr int kPagesAtOnce = 4;
+  if (rank_in_cluster() == 0) {
+    load_latents<kFirstChunks, 128, kPagesAtOnce, kRowCluster>(k_map, item, box, to, full, l2, 0, kKChunks);
+  } else {
+    load_latents<kKChunks - kFirstChunks, 128, kPagesAtOnce, kRowCluster>(k_map, item, box, to + kFirstChunks * kChunkBytes, full, l2,
+                                                                          kFirstChunks * 64, kKChunks);
   }
 }
 
@@ -147,6 +167,8 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
       begin_stage();
       if constexpr (kMaps && !kSmallPages) {
         load_latent_tile(k_map, item, box, address(), full(), l2);
+      } else if constexpr (kHandsOver) {
+        copy_latent_tile(p, item, box, address(), shared_address(&shared.copied[stage.at]));
       } else {
         load_tile<kHeadDimQk, kKChunks>(p, p.k, k_map, item, box, address(), full(), l2);
       }
@@ -165,6 +187,40 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
           load_node(p, level, warp, address(), full());
         }
       }
+      ++number, left = tiles_of_piece(item);
+    }
+  });
+}
+
+// Copies this block's chunks of each tile to the other block, when they are there.
+DEVICE void hand_over_tiles(SharedStorage& shared) {
+  const int rank = rank_in_cluster();
+  const u32 other = u32(1 - rank), first = rank == 0 ? 0 : kFirstChunks * kChunkBytes,
+            bytes = (rank == 0 ? kFirstChunks : kKChunks - kFirstChunks) * kChunkBytes;
+  Ring<kStages> stage;
+  u32 parities = 0;  // of the stages' copies
+  each_item(shared, [&](const Item& item) {
+    const Tiles tiles = tiles_of(item);
+    int number = 1, left = tiles_of_piece(item);
+    const auto skip = [&](int stages) {
+#pragma unroll 1
+      for (int i = 0; i < stages; ++i) stage.next();
+    };
+    skip(kQStages);
+#pragma unroll 1
+    for (int tile = tiles.first; tile < tiles.end; ++tile, stage.next()) {
+      mbarrier_wait(shared_address(&shared.copied[stage.at]), parities >> stage.at & 1);
+      parities ^= 1u << stage.at;
+      async_proxy_fence();
+      if (elect_one()) {
+        const u32 from = shared_address(shared.stage[stage.at]) + first, full = shared_address(&shared.full[stage.at]);
+        mbarrier_arrive_expect(full, kKChunks * kChunkBytes - bytes);
+        bulk_hand_over(block_address(from, other), from, bytes, block_address(full, other));
+      }
+      __syncwarp();
+      const bool last = tile + 1 == tiles.end;
+      if (--left > 0 && !last) continue;
+      skip(joined_nodes(number, last) * row_warps(item));
       ++number, left = tiles_of_piece(item);
     }
   });

@@ -6,7 +6,7 @@
 namespace imbrex::cuda {
 
 unsigned attention_sm90_latent_spread_cluster(std::string_view arch, const AttentionSpec& spec) {
-  const bool plain = has_plain_logits(spec) && !has_window(spec.mask) && !has_small_pages(spec);
+  const bool plain = has_plain_logits(spec) && !has_window(spec.mask);
   if (!attention_sm90_latent_tiles(arch, spec) || spec.group_size() <= kTeamRows || !plain) return 0;
   return unsigned(spec.head_dim_v / kLatentSpreadDims);
 }

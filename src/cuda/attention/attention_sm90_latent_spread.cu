@@ -79,7 +79,7 @@ class Multiplier {
       const u32 values = tile_at(values_at, kPairBytes), weights = tile_at(shared_address(handed.weights), 16);
       const int tiles = step.tiles_of(part), first = step.first + part * kTilesEach, bit = step_.at * kBlocksTogether + part;
       const bool begins = step.begins && part == 0;
-      mbarrier_wait(shared_address(&shared_.values_full[stage_.at]), stage_.parity);
+      wait_for_values();
       mbarrier_wait(shared_address(&shared_.handed_full[step_.at][part]), parities_ >> bit & 1);
       parities_ ^= 1u << bit;
       if (first * kTileKeys < item.lo || (first + tiles) * kTileKeys > item.hi) {
@@ -136,7 +136,7 @@ class Multiplier {
       const int bit = step_.at * kBlocksTogether + part;
       const u32 values = tile_at(shared_address(shared_.values[stage_.at]), kPairBytes),
                 weights = tile_at(shared_address(handed.weights), 16);
-      mbarrier_wait(shared_address(&shared_.values_full[stage_.at]), stage_.parity);
+      wait_for_values();
       mbarrier_wait(shared_address(&shared_.handed_full[step_.at][part]), parities_ >> bit & 1);
       multiply<kTilesEach>(piece.out, weights, values, begins && part == 0);
 #pragma unroll
@@ -154,6 +154,10 @@ class Multiplier {
     parities_ ^= ((1u << kBlocksTogether) - 1) << step_.at * kBlocksTogether;
     finish<0>(piece.out);
     leave(before.at, kBlocksTogether - 1);
+  }
+  DEVICE void wait_for_values() const {
+    mbarrier_wait(shared_address(&shared_.values_full[stage_.at]), stage_.parity);
+    if constexpr (kLoaders > 1) async_proxy_fence();  // the matrix unit reads what lanes have written
   }
   // Begins the products of tiles.
   template <int tiles>
@@ -190,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int rank = rank_in_cluster();
   if (threadIdx.x == 0) {
     begin_barriers(shared);
-    tma_prefetch_map(k_map);
+    if constexpr (!kSmallPages) tma_prefetch_map(k_map);
   }
   cluster_sync();
   if (warp_id() == 8) fetch_latents_ahead(p, k_map, int(blockIdx.x) / kBlocksTogether);

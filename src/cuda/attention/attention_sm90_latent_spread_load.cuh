@@ -8,7 +8,7 @@
 
 namespace imbrex::cuda {
 
-static_assert(kValuesInKeys && kKvType == kQType && kTileRows == kTeamRows && kKeyWarps == 0 && kCrews == 1 && kMaps && !kSmallPages);
+static_assert(kValuesInKeys && kKvType == kQType && kTileRows == kTeamRows && kKeyWarps == 0 && kCrews == 1 && kMaps);
 static_assert(kPlainLogits && !kWindow && !kCustomMask && !kPositions);
 
 // Each thread block of a cluster has 128 dims of the output, and the scores of two tiles of a step.
@@ -79,11 +79,14 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
+// How often each lane that loads reports a stage: once for each tile, unless TMA brings them.
+constexpr int kReports = kLoaders > 1 ? kTilesEach : 1;
+
 DEVICE void begin_barriers(SharedStorage& shared) {
   const auto begin = [](u64& barrier, int arrivals) { mbarrier_init(shared_address(&barrier), u32(arrivals)); };
-  for (u64& full : shared.full) begin(full, 1);
+  for (u64& full : shared.full) begin(full, kLoaders * kReports);
   for (u64& empty : shared.empty) begin(empty, kScoreWarps);
-  for (u64& full : shared.values_full) begin(full, 1);
+  for (u64& full : shared.values_full) begin(full, kLoaders * kReports);
   for (u64& empty : shared.values_empty) begin(empty, kValueWarps);
   for (u64& made : shared.made) begin(made, kScoreWarps);
   for (auto& of_step : shared.handed_full)
@@ -100,12 +103,44 @@ DEVICE void begin_barriers(SharedStorage& shared) {
   mbarrier_fence_init();
 }
 
-// The pages of tiles from `first` on, one to a lane.
-DEVICE Box boxes_of(const AttentionParams& p, const Item& item, int first, int tiles) {
-  Box box{first * kTileKeys + lane_id() * kPageRows, 0, false, {}};
-  box.loads = lane_id() < tiles * kPages && box.key < item.hi && box.key + kPageRows > item.lo;
-  if (kBlockSize > 0 && box.loads) box.block = __ldg(block_id_of(p, item.first_block, box.key));
-  return box;
+// Where the keys of tiles are, as their lanes know: the blocks of pages, or, where these are small, of a row of each of two tiles.
+struct Places {
+  Box box;
+  RowBlocks rows[kTilesEach];
+
+  // Of tiles from `first` on; without small pages of more than two.
+  DEVICE Places(const AttentionParams& p, const Item& item, int first, int tiles)
+      : box{first * kTileKeys + lane_id() * kPageRows, 0, false, {}} {
+    if constexpr (kSmallPages) {
+#pragma unroll
+      for (int tile = 0; tile < kTilesEach; ++tile) {
+        const int begin = (first + tile) * kTileKeys;
+        rows[tile] = row_blocks(p, item.first_block, begin, item.lo, tile < tiles ? item.hi : begin);
+      }
+    } else {
+      box.loads = lane_id() < tiles * kPages && box.key < item.hi && box.key + kPageRows > item.lo;
+      if (kBlockSize > 0 && box.loads) box.block = __ldg(block_id_of(p, item.first_block, box.key));
+    }
+  }
+  // Leaves out all but the first ones.
+  DEVICE void keep(int tiles) {
+    box.loads = box.loads && lane_id() < tiles * kPages;
+#pragma unroll
+    for (int tile = 0; kSmallPages && tile < kTilesEach; ++tile) rows[tile].of[0] = tile < tiles ? rows[tile].of[0] : -1;
+  }
+};
+
+constexpr int kRowGroups = 8;  // that are copied at a time: there are registers for all of a tile's
+
+// Copies `bytes` from `dim` on of the rows of two tiles.
+template <int bytes>
+DEVICE void copy_tiles(const AttentionParams& p, const Item& item, const Places& places, u32 to, u32 full, int dim) {
+  KvSide side = p.k;
+  side.data += dim * 2;
+#pragma unroll
+  for (int tile = 0; tile < kTilesEach; ++tile)
+    copy_rows<bytes, kPairBytes, kRowGroups>(side, item.kv_head, places.rows[tile],
+                                             places.box.key - lane_id() * kPageRows + tile * kTileKeys, to + tile * kChunkBytes, full);
 }
 
 // Loads chunks of 64 dims, at most so many, from `dim` on, of two tiles, whose pages lanes from `first` on have.
@@ -133,7 +168,11 @@ DEVICE void load_chunks(const TensorMap& k_map, const Item& item, const Box& box
 DEVICE void load_queries(const TensorMap& q_map, const Item& item, int stage, u32 to, u32 full) {
   constexpr int kHeads = kGroup < kTileRows ? kGroup : kTileRows, kTokens = kTileRows / kHeads;  // of a box
   const int head = item.head_of(0), token = item.token_of(0);
-  if (!elect_one()) return;
+  if constexpr (kLoaders > 1) {  // the last report is that of what TMA brings
+    for (int i = lane_id() == 0 ? 1 : 0; i < kReports; ++i) mbarrier_arrive(full);
+    __syncwarp();
+  }
+  if (kLoaders > 1 ? lane_id() != 0 : !elect_one()) return;
   mbarrier_arrive_expect(full, u32(chunks_of_stage(stage)) * (kTokens * kHeads * 128));
   for (int c = 0; c < chunks_of_stage(stage); ++c)
     tma_load(to + c * kPairBytes, q_map, full, l2_normal(), (stage * kChunksEach + c) * 64, head, token);
@@ -150,42 +189,54 @@ DEVICE void produce_keys(const AttentionParams& p, int rank, const TensorMap& q_
     stage.next();
   };
   each_item(shared, [&](const Item& item) {
-    Box box = boxes_of(p, item, tiles_of(item).first + rank * kTilesEach, kTilesEach);
+    Places places(p, item, tiles_of(item).first + rank * kTilesEach, kTilesEach);
 #pragma unroll 1
     for (int i = 0; i < kStepStages; ++i) load_next([&](u32 to, u32 full) { load_queries(q_map, item, i, to, full); });
     each_step(item, [&](const Step& step) {
-      const Box next = boxes_of(p, item, step.first + step.tiles + rank * kTilesEach, kTilesEach);
+      const Places next(p, item, step.first + step.tiles + rank * kTilesEach, kTilesEach);
       if (step.last) report(shared.item_wanted);
-      box.loads = box.loads && lane_id() < step.tiles_of(rank) * kPages;
+      places.keep(step.tiles_of(rank));
 #pragma unroll 1
       for (int i = 0; i < kStepStages && step.tiles_of(rank) > 0; ++i)
-        load_next(
-            [&](u32 to, u32 full) { load_chunks<kChunksEach>(k_map, item, box, 0, to, full, i * kChunksEach * 64, chunks_of_stage(i)); });
-      box = next;
+        load_next([&](u32 to, u32 full) {
+          const int dim = i * kChunksEach * 64;
+          if constexpr (!kSmallPages) {
+            load_chunks<kChunksEach>(k_map, item, places.box, 0, to, full, dim, chunks_of_stage(i));
+          } else if (i + 1 < kStepStages) {
+            copy_tiles<kChunksEach * 128>(p, item, places, to, full, dim);
+          } else {
+            copy_tiles<(kHeadDimQk - (kStepStages - 1) * kChunksEach * 64) * 2>(p, item, places, to, full, dim);
+          }
+        });
+      places = next;
     });
   });
 }
 
 // The block's dims of all tiles.
 DEVICE void produce_values(const AttentionParams& p, int rank, const TensorMap& k_map, SharedStorage& shared) {
-  constexpr int kTilesAtOnce = 8;  // whose pages lanes have
+  constexpr int kTilesAtOnce = kSmallPages ? kTilesEach : 8;  // that lanes know the places of
   Ring<kValueStages> stage;
   each_item(shared, [&](const Item& item) {
     each_step(item, [&](const Step& step) {
-      Box box = boxes_of(p, item, step.first, min(step.tiles, kTilesAtOnce));
+      Places places(p, item, step.first, min(step.tiles, kTilesAtOnce));
 #pragma unroll 1
       for (int first = 0; first < step.tiles; first += kTilesAtOnce) {
         const int left = step.tiles - first - kTilesAtOnce;
-        const Box next = boxes_of(p, item, step.first + first + kTilesAtOnce, min(max(left, 0), kTilesAtOnce));
+        const Places next(p, item, step.first + first + kTilesAtOnce, min(max(left, 0), kTilesAtOnce));
 #pragma unroll 1
         for (int tile = 0; tile < min(step.tiles - first, kTilesAtOnce); tile += kTilesEach, stage.next()) {
           mbarrier_wait(shared_address(&shared.values_empty[stage.at]), stage.parity ^ 1);
           __syncwarp();
-          load_chunks<kOwnChunks>(k_map, item, box, tile * kPages, shared_address(shared.values[stage.at]),
-                                  shared_address(&shared.values_full[stage.at]), rank * kOwnDims);
+          const u32 to = shared_address(shared.values[stage.at]), full = shared_address(&shared.values_full[stage.at]);
+          if constexpr (kSmallPages) {
+            copy_tiles<kOwnDims * 2>(p, item, places, to, full, rank * kOwnDims);
+          } else {
+            load_chunks<kOwnChunks>(k_map, item, places.box, tile * kPages, to, full, rank * kOwnDims);
+          }
           __syncwarp();
         }
-        box = next;
+        places = next;
       }
     });
   });

@@ -27,7 +27,10 @@ class Scorer {
 
   DEVICE int row() const { return warp_ * 16 + lane_ / 4; }
   DEVICE static Scores& of_tile(Both& both, int tile) { return part_of<kTileKeys>(both, tile * kTileKeys); }
-  DEVICE void wait_for_stage() const { mbarrier_wait(shared_address(&shared_.full[stage_.at]), stage_.parity); }
+  DEVICE void wait_for_stage() const {
+    mbarrier_wait(shared_address(&shared_.full[stage_.at]), stage_.parity);
+    if constexpr (kLoaders > 1) async_proxy_fence();  // the matrix unit reads what lanes have written
+  }
 
   DEVICE void take_queries() {
     const int row = warp_ * 16 + lane_ % 16;

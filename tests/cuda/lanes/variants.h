@@ -202,8 +202,8 @@ inline std::vector<Variant> variants() {
   add_verify("verify_latent", latent(spec(DType::bf16, DType::bf16, 128, 64, 4, 16)), {{16, 300, 0}, {3, 1300, 1}, {1, 1, 4}});
   add_wgmma("wgmma_latent", latent(spec(DType::bf16, DType::bf16, 128, 64, 2, 64)), {{70, 300, 0}, {3, 40, 1}, {100, 100, 2}});
 
-  // attention_sm90_latent.cu: a token with rows for two tiles, several tokens in one, small pages of keys that are all values, no maps;
-  // pieces of three levels.
+  // attention_sm90_latent.cu: a token with rows for two tiles, several tokens in one, small pages of keys that are all values, and of
+  // blocks that hand each other rows, no maps; pieces of three levels.
   const auto add_tiles = [&](const char* name, AttentionSpec s, std::vector<CaseRequest> requests, Text text = Text::latent) -> Case& {
     s.num_q_heads /= 2, s.num_kv_heads = 1;
     Case& c = add(name, "sm_90a", gpu::kDecode, 1, latent(s));
@@ -217,11 +217,15 @@ inline std::vector<Variant> variants() {
   Case& halves = add_tiles("latent_halves", spec(DType::f16, DType::f16, 272, 256, 16, 16), {{4, 300, 0}, {1, 700, 1}, {9, 9, 3}});
   halves.spec.mask.window_left = 140, halves.spec.score.sinks = true;
   add_tiles("latent_pages", spec(DType::bf16, DType::bf16, 384, 384, 20, 1), {{3, 90, 0}, {5, 200, 1}}).spec.score.soft_cap = 20.f;
+  add_tiles("latent_handed", spec(DType::bf16, DType::bf16, 576, 512, 80, 1), {{1, 700, 0}, {2, 70, 1}}).values = ValuePattern::rising;
+  Case& handed_halves =
+      add_tiles("latent_handed_halves", spec(DType::f16, DType::f16, 272, 256, 72, 4), {{4, 300, 0}, {1, 700, 1}, {9, 9, 3}});
+  handed_halves.spec.mask.window_left = 140, handed_halves.spec.score.sinks = true;
   add_tiles("latent_elements", spec(DType::bf16, DType::bf16, 320, 256, 8, 0), {{8, 90, 0}, {1, 200, 1}}, Text::latent_without_maps).order =
       "lbhdt";
 
   // attention_sm90_latent_spread.cu: the same items, for more blocks of a cluster; steps with a tile and with all, of one block's keys and
-  // of all blocks', in one piece and in many.
+  // of all blocks', in one piece and in many; small pages.
   Case& spread_tiles = add_tiles("spread_tiles", spec(DType::bf16, DType::bf16, 576, 512, 80, 64), {{1, 700, 0}, {0, 0, 2}, {2, 70, 1}},
                                  Text::latent_spread);
   spread_tiles.values = ValuePattern::rising, spread_tiles.out_dtype = out_of_tiles;
@@ -229,6 +233,9 @@ inline std::vector<Variant> variants() {
       add_tiles("spread_pages", spec(DType::f16, DType::f16, 272, 256, 72, 8), {{2, 300, 0}, {1, 600, 1}, {3, 3, 3}}, Text::latent_spread);
   spread_pages.spec.score.sinks = true;
   add_tiles("spread_ragged", spec(DType::bf16, DType::bf16, 384, 384, 130, 0), {{1, 90, 0}, {1, 500, 1}}, Text::latent_spread);
+  add_tiles("spread_rows", spec(DType::bf16, DType::bf16, 576, 512, 80, 1), {{1, 700, 0}, {2, 70, 1}}, Text::latent_spread).values =
+      ValuePattern::rising;
+  add_tiles("spread_short_rows", spec(DType::f16, DType::f16, 272, 256, 72, 4), {{2, 300, 0}, {1, 600, 1}, {3, 3, 3}}, Text::latent_spread);
 
   // attention_sm90_latent_pair.cu: the same with one tile for a token; halves that are not as long, an odd number of chunks, no dims behind
   // the values.
