@@ -12,7 +12,7 @@ constexpr unsigned kSm90LatentSpreadThreads = 384;
 constexpr int kSm90LatentSpreadTasks = 62;
 
 // Thread blocks of a cluster, which take 64 rows together. 0: the kernel does not run such layers. It takes those of
-// attention_sm90_latent.cu with more than 64 q heads that have plain logits, no window, and pages of 8 keys or a multiple.
+// attention_sm90_latent.cu with more than 64 q heads that have plain logits and no window.
 unsigned attention_sm90_latent_spread_cluster(std::string_view arch, const AttentionSpec&);
 // Entry `attention_sm90_latent_spread`. Parameters and maps: those of attention_sm90_latent.cu, whose items it takes, and whose bits it
 // computes.
