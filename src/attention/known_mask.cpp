@@ -13,10 +13,10 @@ namespace {
 constexpr int64_t kMostConstant = 1 << 30;
 
 // q * the query's position + kv * the key's + constant.
-struct Sum {
+struct PositionSum {
   int64_t q = 0, kv = 0, constant = 0;
-  Sum times(int64_t factor) const { return {q * factor, kv * factor, constant * factor}; }
-  Sum plus(const Sum& other) const { return {q + other.q, kv + other.kv, constant + other.constant}; }
+  PositionSum times(int64_t factor) const { return {q * factor, kv * factor, constant * factor}; }
+  PositionSum plus(const PositionSum& other) const { return {q + other.q, kv + other.kv, constant + other.constant}; }
 };
 
 class MaskReader {
@@ -36,22 +36,22 @@ class MaskReader {
   }
 
  private:
-  std::optional<Sum> sum(int n) const {
+  std::optional<PositionSum> sum(int n) const {
     const ExpressionNode& node = nodes_[size_t(n)];
     if (node.type != ExpressionType::integer) return {};
-    std::optional<Sum> found;
+    std::optional<PositionSum> found;
     switch (node.op) {
-      case ExpressionOp::constant: found = Sum{.constant = node.value}; break;
+      case ExpressionOp::constant: found = PositionSum{.constant = node.value}; break;
       case ExpressionOp::variable:
-        if (node.value == int(ExpressionVariable::q)) found = Sum{.q = 1};
-        if (node.value == int(ExpressionVariable::kv)) found = Sum{.kv = 1};
+        if (node.value == int(ExpressionVariable::q)) found = PositionSum{.q = 1};
+        if (node.value == int(ExpressionVariable::kv)) found = PositionSum{.kv = 1};
         break;
       case ExpressionOp::negate:
-        if (const std::optional<Sum> a = sum(node.args[0])) found = a->times(-1);
+        if (const std::optional<PositionSum> a = sum(node.args[0])) found = a->times(-1);
         break;
       case ExpressionOp::add:
       case ExpressionOp::subtract:
-        if (const std::optional<Sum> a = sum(node.args[0]), b = a ? sum(node.args[1]) : a; b)
+        if (const std::optional<PositionSum> a = sum(node.args[0]), b = a ? sum(node.args[1]) : a; b)
           found = a->plus(b->times(node.op == ExpressionOp::add ? 1 : -1));
         break;
       default: break;
@@ -64,18 +64,18 @@ class MaskReader {
   // A comparison of two ints: args[0] + less <= args[1].
   bool add_difference(const ExpressionNode& node, int64_t less) {
     const int a = node.args[0], b = node.args[1];
-    const std::optional<Sum> most = sum(b);
+    const std::optional<PositionSum> most = sum(b);
     if (nodes_[size_t(a)].op == ExpressionOp::abs && most && most->q == 0 && most->kv == 0) {
-      const std::optional<Sum> inside = sum(nodes_[size_t(a)].args[0]);
-      const Sum limit{.constant = less - most->constant};
+      const std::optional<PositionSum> inside = sum(nodes_[size_t(a)].args[0]);
+      const PositionSum limit{.constant = less - most->constant};
       return inside && add_limit(inside->plus(limit)) && add_limit(inside->times(-1).plus(limit));
     }
-    const std::optional<Sum> least = sum(a);
+    const std::optional<PositionSum> least = sum(a);
     return least && most && add_limit(least->plus(most->times(-1)).plus({.constant = less}));
   }
 
   // s <= 0.
-  bool add_limit(const Sum& s) {
+  bool add_limit(const PositionSum& s) {
     const int64_t distance = -s.constant;
     if (s.q + s.kv != 0 || std::abs(s.q) != 1 || distance < 0 || distance > kMostConstant) return false;
     int& window = s.q > 0 ? mask_.window_left : mask_.window_right;  // q - kv <= distance, or kv - q
