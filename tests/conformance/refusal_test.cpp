@@ -55,8 +55,6 @@ const Refusal kRefusals[] = {
     {"cuda_sm90", "spec.head_dim_qk", "h200", [](AttentionSpec& s) { s.head_dim_qk = s.head_dim_v = 320; }},
     {"cuda_sm90", "spec.num_q_heads", "h200", [](AttentionSpec& s) { s.num_q_heads = 258; }},
     {"cuda_sm90", "spec.num_q_heads", "h200", [](AttentionSpec& s) { s.num_q_heads = 512; }},
-    {"cuda_sm90", "spec.mask.custom", "h200",
-     [](AttentionSpec& s) { s.num_q_heads = 64, s.head_dim_qk = s.head_dim_v = 256, s.score.soft_cap = 20.f, s.mask.custom = true; }},
     {"cuda_sm90", "spec.score.relative_buckets", "h200",
      [](AttentionSpec& s) { s.num_q_heads = 64, s.score.relative_buckets = 32, s.score.relative_max_distance = 128; }},
     {"cuda_sm90", "spec.score.alibi_sqrt", "h200", [](AttentionSpec& s) { s.num_q_heads = 64, s.score.alibi = s.score.alibi_sqrt = true; }},

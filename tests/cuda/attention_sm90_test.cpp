@@ -184,11 +184,12 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
   const auto cluster = [&] { return kernels_sm90.kernel(kArch, spec, kDecode).cluster; };
   spec.num_q_heads = 192;  // rows of a token for three tasks: a cluster has two
   EXPECT_EQ(cluster(), 1u);
-  spec.num_q_heads = 96, spec.block_size = 1;  // whose keys lanes copy
-  EXPECT_EQ(cluster(), 1u);
-  EXPECT_STREQ(kernels_sm90.few_tasks->kernel(kArch, spec, kDecode).entry, nullptr);
-  spec.block_size = 16;
-  EXPECT_EQ(cluster(), 2u);
+  spec.num_q_heads = 96;
+  for (const int block_size : {1, 16}) {  // lanes copy keys of the first
+    spec.block_size = block_size;
+    EXPECT_EQ(cluster(), 2u);
+    EXPECT_EQ(cluster_of_few(), 4u);
+  }
   spec.num_q_heads = 16, spec.block_size = 64;
   EXPECT_STREQ(kernels_sm90.few_tasks->kernel(kArch, spec, kDecode).entry, nullptr);
   expect_tiles({16, 32, 64});
