@@ -68,7 +68,7 @@ void draw_score(ScoreMod& s, Dice& dice) {
 // What an engine would say, with numbers of the dice.
 std::string mask_text(Dice& dice) {
   const int a = dice.from_to(1, 90), b = dice.from_to(2, 40);
-  switch (dice.below(9)) {  // q_len > 0 makes of a mask that backends know by another name one that they do not
+  switch (dice.below(9)) {  // with q_len > 0 backends do not take causality and windows for Mask's
     case 0: return dice.one_in(2) ? "kv <= q" : "q_len > 0 & kv <= q";
     case 1: return fmt::format("{}kv <= q & q - kv < {}", dice.one_in(2) ? "" : "q_len > 0 & ", a);
     case 2: return fmt::format("kv < {} | q - kv < {}", b, a);

@@ -13,7 +13,7 @@ void add_expression_cases(CaseTable& table) {
   };
   const Variant variants[] = {
       {"causal", "kv <= q", ""},
-      {"window", "q_len > 0 & kv <= q & q - kv < 40", ""},  // the first term hides from backends that it is one
+      {"window", "q_len > 0 & kv <= q & q - kv < 40", ""},  // with the first term backends do not take it for Mask's
       {"first_keys", "kv < 4 | q - kv < 9", "", {.causal = true}},
       {"documents", "int doc[,]; doc[batch, q] == doc[batch, kv] & kv <= q", ""},
       {"prefix", "int prefix[]; kv < prefix[batch] | kv <= q", ""},

@@ -108,7 +108,7 @@ struct Places {
   Box box;
   RowBlocks rows[kTilesEach];
 
-  // Of tiles from `first` on; without small pages of more than two.
+  // Of so many tiles from `first` on: kTilesEach at most where pages are small.
   DEVICE Places(const AttentionParams& p, const Item& item, int first, int tiles)
       : box{first * kTileKeys + lane_id() * kPageRows, 0, false, {}} {
     if constexpr (kSmallPages) {
