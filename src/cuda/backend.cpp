@@ -278,18 +278,20 @@ KernelKey flat_attention(std::string_view arch, const AttentionSpec& spec, Regim
 }
 
 // Where there are few tasks: latents of many rows alone.
+template <bool fewest>
 RegimeKernel few_tasks_kernel(std::string_view arch, const AttentionSpec& spec, Regime) {
-  const unsigned cluster = attention_sm90_latent_spread_cluster(arch, spec);
-  if (cluster == 0) return {};
+  const auto spread = attention_sm90_latent_spread(arch, spec, fewest);
+  if (!spread) return {};
   return {.entry = "attention_sm90_latent_spread",
           .threads = kSm90LatentSpreadThreads,
-          .cluster = cluster,
-          .most_tasks = kSm90LatentSpreadTasks,
+          .cluster = spread->cluster,
+          .most_tasks = spread->most_tasks,
           .maps = attention_sm90_latent_maps};
 }
 
+template <bool fewest>
 KernelKey few_tasks_attention(std::string_view arch, const AttentionSpec& spec, Regime, DType out) {
-  return attention_sm90_latent_spread_key(arch, spec, out);
+  return attention_sm90_latent_spread_key(arch, spec, out, *attention_sm90_latent_spread(arch, spec, fewest));
 }
 
 // Of results of any of these kernels.
@@ -344,21 +346,28 @@ std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) 
 
 }  // namespace
 
-const AttentionKernels kernels_sm80_sharing{
-    "cuda_sm80", sm80_sharing_kernel, sm80_sharing_attention, merge_key, nullptr, nullptr, nullptr, nullptr, nullptr};
-const AttentionKernels kernels_sm80{"cuda_sm80", sm80_kernel, sm80_attention,        merge_key, nullptr,
-                                    nullptr,     nullptr,     &kernels_sm80_sharing, sm80_reads};
-const AttentionKernels kernels_mapless{"cuda_sm90", mapless_kernel, mapless_attention, merge_key, nullptr,
-                                       nullptr,     nullptr,        nullptr,           nullptr};
-const AttentionKernels kernels_mapless_sharing{
-    "cuda_sm90", sm90_sharing_kernel, mapless_sharing_attention, merge_key, nullptr, nullptr, nullptr, nullptr, nullptr};
-const AttentionKernels kernels_sm90_sharing{
-    "cuda_sm90", sm90_sharing_kernel, sm90_sharing_attention, merge_key, &kernels_mapless_sharing, nullptr, nullptr, nullptr, nullptr};
-const AttentionKernels kernels_flat{"cuda_sm90", flat_kernel, flat_attention, merge_key, nullptr, nullptr, nullptr, nullptr, nullptr};
-const AttentionKernels kernels_few_tasks{"cuda_sm90", few_tasks_kernel, few_tasks_attention, merge_key, nullptr, nullptr, nullptr,
-                                         nullptr,     nullptr};
-const AttentionKernels kernels_sm90{"cuda_sm90",   sm90_kernel,        sm90_attention,        sm90_merge_key, &kernels_mapless,
-                                    &kernels_flat, &kernels_few_tasks, &kernels_sm90_sharing, sm90_reads};
+const AttentionKernels kernels_sm80_sharing{"cuda_sm80", sm80_sharing_kernel, sm80_sharing_attention, merge_key};
+const AttentionKernels kernels_sm80{.backend = "cuda_sm80",
+                                    .kernel = sm80_kernel,
+                                    .attention = sm80_attention,
+                                    .merge = merge_key,
+                                    .sharing = &kernels_sm80_sharing,
+                                    .reads_format = sm80_reads};
+const AttentionKernels kernels_mapless{"cuda_sm90", mapless_kernel, mapless_attention, merge_key};
+const AttentionKernels kernels_mapless_sharing{"cuda_sm90", sm90_sharing_kernel, mapless_sharing_attention, merge_key};
+const AttentionKernels kernels_sm90_sharing{"cuda_sm90", sm90_sharing_kernel, sm90_sharing_attention, merge_key, &kernels_mapless_sharing};
+const AttentionKernels kernels_flat{"cuda_sm90", flat_kernel, flat_attention, merge_key};
+const AttentionKernels kernels_few_tasks{"cuda_sm90", few_tasks_kernel<false>, few_tasks_attention<false>, merge_key};
+const AttentionKernels kernels_fewest_tasks{"cuda_sm90", few_tasks_kernel<true>, few_tasks_attention<true>, merge_key};
+const AttentionKernels kernels_sm90{.backend = "cuda_sm90",
+                                    .kernel = sm90_kernel,
+                                    .attention = sm90_attention,
+                                    .merge = sm90_merge_key,
+                                    .without_maps = &kernels_mapless,
+                                    .flat = &kernels_flat,
+                                    .few_tasks = {&kernels_few_tasks, &kernels_fewest_tasks},
+                                    .sharing = &kernels_sm90_sharing,
+                                    .reads_format = sm90_reads};
 
 bool reads(const AttentionKernels& kernels, const AttentionSpec& spec) {
   return codec_of(spec).strided || (kernels.reads_format != nullptr && kernels.reads_format(spec.kv_format));

@@ -176,9 +176,14 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
     }
   };
   EXPECT_EQ(count("attention_sm90_latent.cu"), 4);  // with and without maps, for two types of output
-  EXPECT_EQ(count("attention_sm90_latent_spread.cu"), 2);
-  const auto cluster_of_few = [&] { return kernels_sm90.few_tasks->kernel(kArch, spec, kDecode).cluster; };
-  EXPECT_EQ(cluster_of_few(), 4u);
+  EXPECT_EQ(count("attention_sm90_latent_spread.cu"), 4);  // for few tasks and for the fewest
+  const auto few_tasks = [&](size_t i) { return kernels_sm90.few_tasks.at(i)->kernel(kArch, spec, kDecode); };
+  const auto expect_few_tasks = [&] {
+    EXPECT_EQ(few_tasks(0).cluster, 2u);
+    EXPECT_EQ(few_tasks(1).cluster, 4u);
+    EXPECT_LT(few_tasks(1).most_tasks, few_tasks(0).most_tasks);
+  };
+  expect_few_tasks();
   EXPECT_EQ(count("attention_sm80.cu"), 0);
   expect_tiles({64, 64, 64});
   const auto cluster = [&] { return kernels_sm90.kernel(kArch, spec, kDecode).cluster; };
@@ -188,10 +193,10 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
   for (const int block_size : {1, 16}) {  // lanes copy keys of the first
     spec.block_size = block_size;
     EXPECT_EQ(cluster(), 2u);
-    EXPECT_EQ(cluster_of_few(), 4u);
+    expect_few_tasks();
   }
   spec.num_q_heads = 16, spec.block_size = 64;
-  EXPECT_STREQ(kernels_sm90.few_tasks->kernel(kArch, spec, kDecode).entry, nullptr);
+  for (const size_t i : {0, 1}) EXPECT_STREQ(few_tasks(i).entry, nullptr);
   expect_tiles({16, 32, 64});
   spec.num_q_heads = 20;
   expect_tiles({32, 32, 64});
@@ -212,6 +217,8 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
     spec.head_dim_qk = qk, spec.head_dim_v = v;
     EXPECT_TRUE(attention_sm90_latent_tiles(kArch, spec)) << qk;
     EXPECT_GE(attention_sm90_latent_tiles(kArch, spec)->stages, 5) << qk;
+    EXPECT_EQ(few_tasks(0).cluster, v == 384 ? 3u : 2u) << qk;
+    EXPECT_EQ(few_tasks(1).entry != nullptr, v == 512) << qk;
   }
   for (const auto& [qk, v] : {std::pair{128, 64}, {256, 256}, {576, 448}, {576, 384}, {328, 264}}) {
     spec.head_dim_qk = qk, spec.head_dim_v = v;
@@ -236,8 +243,8 @@ TEST(AttentionSm90, LatentsOfTreesHaveTheKernelsOfCausalOnes) {
             const RegimeKernel causal = kernels_sm90.kernel(kArch, spec, regime), of_tree = kernels_sm90.kernel(kArch, tree, regime);
             EXPECT_STREQ(of_tree.entry, causal.entry) << tree.str();
             EXPECT_EQ(of_tree.tile.rows, causal.tile.rows) << tree.str();
-            EXPECT_STREQ(kernels_sm90.few_tasks->kernel(kArch, tree, regime).entry,
-                         kernels_sm90.few_tasks->kernel(kArch, spec, regime).entry);
+            for (const AttentionKernels* few : kernels_sm90.few_tasks)
+              EXPECT_STREQ(few->kernel(kArch, tree, regime).entry, few->kernel(kArch, spec, regime).entry);
             tree.score.alibi = true;
             EXPECT_STREQ(kernels_sm90.kernel(kArch, tree, regime).entry, "attention_sm90_latent_decode");
             tree.score.alibi = false;

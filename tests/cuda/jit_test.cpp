@@ -15,6 +15,7 @@
 #include "cuda/needs.h"
 #include "expect_error.h"
 #include "gpu/kernel_cache.h"
+#include "sanitizers.h"
 #include "scoped.h"
 
 namespace imbrex::cuda {
@@ -111,7 +112,8 @@ TEST(Jit, CompilesInWellUnderASecond) {
   EXPECT_EQ(strict_problems(kernel), std::vector<std::string>{});
   EXPECT_EQ(entry_reports(kernel).size(), 4u);
   EXPECT_GT(kernel.compile_ms, 0);
-  EXPECT_LT(kernel.compile_ms, 5000) << "typically 200; this machine may be busy";
+  const double most_ms = imbrex::test::kAddressSanitizer ? 60000 : 5000;  // typically 200; this machine may be busy
+  EXPECT_LT(kernel.compile_ms, most_ms);
   KernelKey keys_alone = write_kv();  // whose values are a part of them
   keys_alone.config[3] = {"kDimV", 0};
   EXPECT_EQ(strict_problems(compile(keys_alone)), std::vector<std::string>{});

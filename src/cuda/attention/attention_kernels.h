@@ -1,5 +1,6 @@
 #pragma once
 // The table of kernels that tells one CUDA backend for softmax attention from another.
+#include <array>
 #include <cstdint>
 #include <string_view>
 #include <vector>
@@ -37,6 +38,8 @@ struct RegimeKernel {
   bool joins_pieces = false;
 };
 
+constexpr size_t kFewTasksTables = 2;  // of one backend, at most
+
 // The kernels of one backend, in which its plans differ from those of others.
 struct AttentionKernels {
   const char* backend;  // "cuda_sm80"
@@ -44,12 +47,14 @@ struct AttentionKernels {
   KernelKey (*attention)(std::string_view arch, const AttentionSpec&, Regime, DType out);
   KernelKey (*merge)(std::string_view arch, const AttentionSpec&, DType out);  // entry `merge`, launched with kMergeThreads
   // Other tables that run items which were cut for the tiles of this one: for tensors without maps, over flat keys (flat_kv.h), and in
-  // launches of few tasks, with the same bits. Null: no regime takes maps; keys are never made flat; all launches are of one kernel.
-  const AttentionKernels *without_maps, *flat, *few_tasks;
+  // launches of few tasks, those for the fewest last, with the same bits. Null: no regime takes maps; keys are never made flat; all launches
+  // are of one kernel.
+  const AttentionKernels *without_maps = nullptr, *flat = nullptr;
+  std::array<const AttentionKernels*, kFewTasksTables> few_tasks{};
   // Of decode alone: kernels that take items which several requests share beside all others, with the same bits and as many rows as two
   // tokens have or more. Null, or no entry: there are none.
-  const AttentionKernels* sharing;
-  bool (*reads_format)(KvFormat);  // whether the kernels read a format that is not strided; null: none
+  const AttentionKernels* sharing = nullptr;
+  bool (*reads_format)(KvFormat) = nullptr;  // whether the kernels read a format that is not strided; null: none
 };
 
 // Whether the kernels read the format of a spec's cache.

@@ -55,7 +55,7 @@ unsigned attention_sm90_latent_cluster(const AttentionSpec& spec) {
 int64_t attention_sm90_latent_run_sums(const AttentionSpec& spec) {
   constexpr int kTeams = 2;  // warpgroups that share out the output's dims
   const int64_t each = kLatentLevels * (kTeamRows / 16) * short_node_words(spec.head_dim_v / kTeams);
-  const int64_t of_spread = kLatentPairLevels * run_node_floats(kLatentSpreadDims);  // which runs in the same memory
+  const int64_t of_spread = (kLatentPairLevels + 1) * run_node_floats(2 * kLatentSpreadDims);  // which runs in the same memory
   return kTeams * std::max(each, of_spread);
 }
 

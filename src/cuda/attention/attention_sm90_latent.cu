@@ -96,7 +96,7 @@ class Multiplier {
       stage_.next(), slot_.next();
       if (!begins) continue;
       fold(row_warps(item), number, last, reference, total, out);
-      if (last && row_warp_ < row_warps(item)) store(item, reference, total, out);  // rows that the item does not have cost nothing
+      if (last && row_warp_ < row_warps(item)) store_pairs<kTeamDims>(p_, item, row(), reference, total, out, first_dim());  // rows that the item does not have cost nothing
       ++number;
     }
   }
@@ -112,37 +112,6 @@ class Multiplier {
     }
     if (!last && row_warp_ < row_warps)
       put_node(node_rows(p_, level_of_piece(number, false), row_warp_) + team_ * kNodePartFloats, reference, total, out);
-  }
-
-  // As store_rows() does, with fewer registers: there are none to turn pairs of dims into longer pieces.
-  DEVICE void store(const Item& item, const float (&reference)[2], const float (&total)[2], const Out& out) const {
-    const int lane = computed_here(int(threadIdx.x)) % 32, first_row = row();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = first_row + 8 * h;
-      if (row >= item.num_rows) continue;
-      const bool first = lane % 4 == 0 && first_dim() == 0;
-      const int dim = first_dim() + lane % 4 * 2;
-      if (item.partial >= 0) {
-        const long at = partial_row(p_, item, row);
-        if (first) reinterpret_cast<float2*>(p_.partial_state)[at] = {reference[h], total[h]};
-        float2* const to = reinterpret_cast<float2*>(p_.partial_out + at * kHeadDimV + dim);
-#pragma unroll
-        for (int tile = 0; tile < kTeamDims / 8; ++tile) to[4 * tile] = pair(out, tile, h);
-      } else {
-        const int token = item.token_of(row), head = item.head_of(row);
-        const RowEnd end = row_end(p_, head, reference[h], total[h]);
-        const float factor = end.factor * kv_scale(p_.v, item.kv_head);
-        if (first) store_lse(p_, token, head, end.lse);
-        char* const to = out_row(p_, token, head) + dim * element_bytes(kOutType);
-        const bool wide = out_is_wide(p_);
-#pragma unroll
-        for (int tile = 0; tile < kTeamDims / 8; ++tile) {
-          const float2 x = pair(out, tile, h);
-          store_pair(to + 8 * tile * element_bytes(kOutType), wide, {ended(x.x, factor), ended(x.y, factor)});
-        }
-      }
-    }
   }
 
   const AttentionParams& p_;

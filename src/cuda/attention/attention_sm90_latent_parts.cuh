@@ -56,4 +56,37 @@ DEVICE u32 tile_at(u32 address, u32 leading) { return u32(wgmma_descriptor(addre
 DEVICE u64 descriptor(u32 tile, int bytes) { return wgmma_descriptor(0, 0, 1024, 1) | u32(tile + bytes / 16); }
 DEVICE u64 weight_descriptor(u32 tile, int bytes) { return wgmma_descriptor(0, 0, 8 * kWeightRow, 3) | u32(tile + bytes / 16); }
 
+// As store_rows() does, with fewer registers: there are none to turn pairs of dims into longer pieces.
+template <int kDims, class Out>
+DEVICE void store_pairs(const AttentionParams& p, const Item& item, int first_row, const float (&reference)[2], const float (&total)[2],
+                        const Out& out, int first_dim) {
+  const int lane = computed_here(int(threadIdx.x)) % 32;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = first_row + 8 * h;
+    if (row >= item.num_rows) continue;
+    const bool first = lane % 4 == 0 && first_dim == 0;
+    const int dim = first_dim + lane % 4 * 2;
+    if (item.partial >= 0) {
+      const long at = partial_row(p, item, row);
+      if (first) reinterpret_cast<float2*>(p.partial_state)[at] = {reference[h], total[h]};
+      float2* const to = reinterpret_cast<float2*>(p.partial_out + at * kHeadDimV + dim);
+#pragma unroll
+      for (int tile = 0; tile < kDims / 8; ++tile) to[4 * tile] = pair(out, tile, h);
+    } else {
+      const int token = item.token_of(row), head = item.head_of(row);
+      const RowEnd end = row_end(p, head, reference[h], total[h]);
+      const float factor = end.factor * kv_scale(p.v, item.kv_head);
+      if (first) store_lse(p, token, head, end.lse);
+      char* const to = out_row(p, token, head) + dim * element_bytes(kOutType);
+      const bool wide = out_is_wide(p);
+#pragma unroll
+      for (int tile = 0; tile < kDims / 8; ++tile) {
+        const float2 x = pair(out, tile, h);
+        store_pair(to + 8 * tile * element_bytes(kOutType), wide, {ended(x.x, factor), ended(x.y, factor)});
+      }
+    }
+  }
+}
+
 }  // namespace imbrex::cuda

@@ -5,17 +5,27 @@
 
 namespace imbrex::cuda {
 
-unsigned attention_sm90_latent_spread_cluster(std::string_view arch, const AttentionSpec& spec) {
+std::optional<Sm90LatentSpread> attention_sm90_latent_spread(std::string_view arch, const AttentionSpec& spec, bool fewest) {
   const bool plain = has_plain_logits(spec) && !has_window(spec.mask);
-  if (!attention_sm90_latent_tiles(arch, spec) || spec.group_size() <= kTeamRows || !plain) return 0;
-  return unsigned(spec.head_dim_v / kLatentSpreadDims);
+  if (!attention_sm90_latent_tiles(arch, spec) || spec.group_size() <= kTeamRows || !plain) return std::nullopt;
+  // An H200 holds 66 clusters of two thread blocks, and not 32 of four. Without the form of two, that of four is the faster one for two
+  // rounds of clusters.
+  constexpr int kOwnDims = kLatentSpreadDims, kOneRound = 30, kTwoRounds = 62, kRoundOfTwo = 66;
+  const unsigned cluster = unsigned(spec.head_dim_v / kOwnDims);
+  const bool two_forms = cluster == 4;
+  if (two_forms && !fewest) return Sm90LatentSpread{2 * kOwnDims, cluster / 2, kRoundOfTwo};
+  if (two_forms != fewest) return std::nullopt;
+  return Sm90LatentSpread{kOwnDims, cluster, fewest ? kOneRound : kTwoRounds};
 }
 
-KernelKey attention_sm90_latent_spread_key(std::string_view arch, const AttentionSpec& spec, DType out) {
-  constexpr int kStages = 3, kValueStages = 4;  // of two tiles, 192 dims and 128: what fits beside the weights of two steps of 512 dims
+KernelKey attention_sm90_latent_spread_key(std::string_view arch, const AttentionSpec& spec, DType out, const Sm90LatentSpread& spread) {
+  // Of two tiles, 192 dims and the block's own: what fits beside the weights of two steps.
+  constexpr int kStages = 3;
+  const int value_stages = spread.own_dims > kLatentSpreadDims ? 3 : 4;
   const Sm90LatentTiles tiles = *attention_sm90_latent_tiles(arch, spec);
   KernelKey key = latent_kernel_key("attention_sm90_latent_spread.cu", arch, spec, out, tiles.rows, tiles.keys, kStages, true);
-  key.config.push_back({"kValueStages", kValueStages});
+  key.config.push_back({"kValueStages", value_stages});
+  key.config.push_back({"kOwnDims", spread.own_dims});
   return key;
 }
 

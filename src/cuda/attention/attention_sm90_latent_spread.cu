@@ -1,8 +1,8 @@
 // Attention over latents with wgmma and TMA, for sm_90a, where there are few tasks: keys of many dims, of which values are the first
 // (KvFormat::latent), as in the absorbed form of MLA. Host side: cuda/attention/attention_sm90_latent_spread.cpp.
 //
-// It computes the items of attention_sm90_latent.cu, and the same bits, with all thread blocks of a cluster for 64 rows. A block has 128
-// dims of the output, for which it needs the weights of all keys; and it makes the weights of two tiles of each step, for all blocks. So
+// It computes the items of attention_sm90_latent.cu, and the same bits, with all thread blocks of a cluster for 64 rows. A block has some
+// dims of the output, 128 or 256, for which it needs the weights of all keys; and it makes the weights of two tiles of each step, for all blocks. So
 // the blocks tell each other the maxima of their tiles, then their weights. One warpgroup computes scores and weights, and keeps the
 // queries in registers; one multiplies values; of the third each warp has an errand of its own. The scores of a step are computed while
 // the values of the step before are multiplied. docs/kernels/cuda_sm90_latent.md has the measurements.
@@ -18,7 +18,8 @@ static_assert(128 * (kScoreRegisters + kValueRegisters + kLoadRegisters) <= kThr
 using Out = Fragment<kOwnDims>;
 using Sums = FragmentSums<Out, true>;
 
-using Tree = StoredTree<Sums, kOwnDims, true>;
+// Whether registers hold sums of earlier pieces beside those of a piece. ptxas keeps products of several paths under way only there.
+constexpr bool kHoldsNodes = kOwnDims <= 128;
 
 // The warpgroup that multiplies values.
 class Multiplier {
@@ -35,42 +36,50 @@ class Multiplier {
 
   DEVICE void run_item(const Item& item) {
     Sums piece;
-    Tree tree;
-    each_step(item, [&](const Step& step) {
-      if (step.begins) tree.go_on(p_);
-      mbarrier_wait(shared_address(&shared_.noted[step_.at]), step_.parity);
-      u32 moved = 0;  // in any warp
-#pragma unroll
-      for (int warp = 0; warp < kScoreWarps; ++warp) moved |= shared_.moved[step_.at][warp];
-      if (step.begins) {
-        piece.sum[0] = piece.sum[1] = 0.f;
-        moved &= ~1u;
-      }
-      const bool whole = step.first * kTileKeys >= item.lo && (step.first + kStepTiles) * kTileKeys <= item.hi;
-      if (moved != 0) {
-        add_values<true>(item, step, piece);
-      } else if (step.tiles < kStepTiles || !whole) {
-        add_values<false>(item, step, piece);
-      } else {
-        add_whole_values(step.begins, piece);
-      }
-      if (step.ends) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          piece.reference[h] = shared_.reference[step_.at][row() + 8 * h], piece.sum[h] = sum_over<4>(piece.sum[h]);
-      }
-      report(shared_.notes_read[step_.at]);
-      step_.next();
-      if (step.ends) tree.add(piece);
-    });
-    Sums& all = tree.end(p_);
-    store_rows<kOwnDims>(p_, item, row(), all.reference, all.sum, all.out, rank_ * kOwnDims);
+    if constexpr (kHoldsNodes) {
+      StoredTree<Sums, kOwnDims, true> tree;
+      each_step(item, [&](const Step& step) {
+        if (step.begins) tree.go_on(p_);
+        run_step(item, step, piece);
+        if (step.ends) tree.add(piece);
+      });
+      Sums& all = tree.end(p_);
+      store_rows<kOwnDims>(p_, item, row(), all.reference, all.sum, all.out, rank_ * kOwnDims);
+    } else {
+      MemoryTree<Sums, kOwnDims> tree;
+      each_step(item, [&](const Step& step) {
+        run_step(item, step, piece);
+        if (step.ends) tree.add(p_, step.last, piece);
+      });
+      store_pairs<kOwnDims>(p_, item, row(), piece.reference, piece.sum, piece.out, rank_ * kOwnDims);
+    }
   }
 
-  // Adds the values of a step. `moves`: references move at some of its tiles, and sums so far are to be multiplied by factors there.
-  template <bool moves>
-  DEVICE void add_values(const Item& item, const Step& step, Sums& piece) {
-    const u32 moved = moves ? shared_.moved[step_.at][warp_] & ~(step.begins ? 1u : 0u) : 0;
+  DEVICE void run_step(const Item& item, const Step& step, Sums& piece) {
+    mbarrier_wait(shared_address(&shared_.noted[step_.at]), step_.parity);
+    const u32 counts = step.begins ? ~1u : ~0u;  // sums do not come to what a piece begins with
+    u32 moved = 0;                               // in any warp
+#pragma unroll
+    for (int warp = 0; warp < kScoreWarps; ++warp) moved |= shared_.moved[step_.at][warp] & counts;
+    if (step.begins) piece.sum[0] = piece.sum[1] = 0.f;
+    const bool whole = step.tiles == kStepTiles && step.first * kTileKeys >= item.lo && (step.first + kStepTiles) * kTileKeys <= item.hi;
+    if (kHoldsNodes && moved == 0 && whole) {
+      add_whole_values(step.begins, piece);
+    } else {
+      add_values(item, step, moved, shared_.moved[step_.at][warp_] & counts, piece);
+    }
+    if (step.ends) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        piece.reference[h] = shared_.reference[step_.at][row() + 8 * h], piece.sum[h] = sum_over<4>(piece.sum[h]);
+    }
+    report(shared_.notes_read[step_.at]);
+    step_.next();
+  }
+
+  // Adds the values of a step. Where references move at a tile, as `moved` says of any warp's rows and `own` of this one's, sums so far are
+  // multiplied by factors: all warps wait for their products there, since these are of all of them.
+  DEVICE void add_values(const Item& item, const Step& step, u32 moved, u32 own, Sums& piece) {
     int before = 0;  // the stage before
 #pragma unroll 1
     for (int part = 0; part < step.parts(); ++part) {
@@ -78,7 +87,6 @@ class Multiplier {
       const u32 values_at = shared_address(shared_.values[stage_.at]);
       const u32 values = tile_at(values_at, kPairBytes), weights = tile_at(shared_address(handed.weights), 16);
       const int tiles = step.tiles_of(part), first = step.first + part * kTilesEach, bit = step_.at * kBlocksTogether + part;
-      const bool begins = step.begins && part == 0;
       wait_for_values();
       mbarrier_wait(shared_address(&shared_.handed_full[step_.at][part]), parities_ >> bit & 1);
       parities_ ^= 1u << bit;
@@ -91,31 +99,21 @@ class Multiplier {
         }
         named_barrier_sync(1, 128);
       }
-      if constexpr (moves) {
-        for (int tile = 0; tile < tiles; ++tile) {
-          const int number = part * kTilesEach + tile;
-          const float2 total = handed.totals[tile][warp_][lane_];
+#pragma unroll 1
+      for (int tile = 0; tile < tiles; ++tile) {
+        const int number = part * kTilesEach + tile;
+        const float2 total = handed.totals[tile][warp_][lane_];
+        if ((moved >> number & 1) != 0) {
           finish<0>(piece.out);
-          if ((moved >> number & 1) != 0) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const float factor = shared_.factor[step_.at][number][row() + 8 * h];
-              piece.sum[h] *= factor;
-              each_of_row(piece.out, h, [=](float& x, int) { x *= factor; });
-            }
+          for (int h = 0; h < 2; ++h) {
+            const float factor = (own >> number & 1) != 0 ? shared_.factor[step_.at][number][row() + 8 * h] : 1.f;
+            piece.sum[h] *= factor;
+            each_of_row(piece.out, h, [=](float& x, int) { x *= factor; });
           }
-          piece.sum[0] += total.x, piece.sum[1] += total.y;
-          multiply<1>(piece.out, weights + tile * kWeightBytes / 16, values + tile * kChunkBytes / 16, begins && tile == 0);
         }
-      } else {
-        const float2 total = handed.totals[0][warp_][lane_], second = handed.totals[kTilesEach - 1][warp_][lane_];
         piece.sum[0] += total.x, piece.sum[1] += total.y;
-        if (tiles == kTilesEach) {
-          piece.sum[0] += second.x, piece.sum[1] += second.y;
-          multiply<kTilesEach>(piece.out, weights, values, begins);
-        } else {
-          multiply<1>(piece.out, weights, values, begins);
-        }
+        multiply<1>(piece.out, weights + tile * kWeightBytes / 16, values + tile * kChunkBytes / 16, step.begins && number == 0);
       }
       if (part > 0) {
         wgmma_wait<1>();

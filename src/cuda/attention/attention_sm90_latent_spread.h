@@ -1,6 +1,7 @@
 #pragma once
 // The host side of attention_sm90_latent_spread.cu: which layers it can run, when it is the faster one, and the constants it is compiled
 // with.
+#include <optional>
 #include <string_view>
 
 #include "cuda/attention/attention_sm90_latent.h"
@@ -8,14 +9,18 @@
 namespace imbrex::cuda {
 
 constexpr unsigned kSm90LatentSpreadThreads = 384;
-// With more tasks of 64 rows in a launch attention_sm90_latent.cu is faster: these are two rounds of the clusters that an H200 holds.
-constexpr int kSm90LatentSpreadTasks = 62;
 
-// Thread blocks of a cluster, which take 64 rows together. 0: the kernel does not run such layers. It takes those of
-// attention_sm90_latent.cu with more than 64 q heads that have plain logits and no window.
-unsigned attention_sm90_latent_spread_cluster(std::string_view arch, const AttentionSpec&);
+// A form of the kernel. With fewer dims for each thread block a task takes less time, and more multiprocessors.
+struct Sm90LatentSpread {
+  int own_dims;        // of the output, that a thread block has
+  unsigned cluster;    // thread blocks, which take the 64 rows of a task together
+  int64_t most_tasks;  // of a launch: with more of them another kernel, or form, is faster
+};
+// The form for few tasks, or that for the fewest. It takes layers of attention_sm90_latent.cu with more than 64 q heads that have plain
+// logits and no window; other layers have none, and those of other dims than 512 have one form alone.
+std::optional<Sm90LatentSpread> attention_sm90_latent_spread(std::string_view arch, const AttentionSpec&, bool fewest);
 // Entry `attention_sm90_latent_spread`. Parameters and maps: those of attention_sm90_latent.cu, whose items it takes, and whose bits it
 // computes.
-KernelKey attention_sm90_latent_spread_key(std::string_view arch, const AttentionSpec&, DType out);
+KernelKey attention_sm90_latent_spread_key(std::string_view arch, const AttentionSpec&, DType out, const Sm90LatentSpread&);
 
 }  // namespace imbrex::cuda

@@ -11,8 +11,8 @@ namespace imbrex::cuda {
 static_assert(kValuesInKeys && kKvType == kQType && kTileRows == kTeamRows && kKeyWarps == 0 && kCrews == 1 && kMaps);
 static_assert(kPlainLogits && !kWindow && !kCustomMask && !kPositions);
 
-// Each thread block of a cluster has 128 dims of the output, and the scores of two tiles of a step.
-constexpr int kOwnDims = kLatentSpreadDims, kBlocksTogether = kHeadDimV / kOwnDims, kTilesEach = 2,
+// Each thread block of a cluster has kOwnDims of the output, and the scores of two tiles of a step.
+constexpr int kBlocksTogether = kHeadDimV / kOwnDims, kTilesEach = 2,
               kStepTiles = kBlocksTogether * kTilesEach;
 static_assert(kHeadDimV % kOwnDims == 0 && kBlocksTogether <= 4, "a lane of each four tells a block");
 

@@ -19,10 +19,6 @@ bool has_flat(const AttentionKernels& table, std::string_view arch, const Attent
   return table.flat != nullptr && table.flat->kernel(arch, spec, regime).entry != nullptr;
 }
 
-bool has_few_tasks(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Regime regime) {
-  return table.few_tasks != nullptr && table.few_tasks->kernel(arch, spec, regime).entry != nullptr;
-}
-
 bool packs_mask(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec) {
   return table.kernel(arch, spec, kPrefill).mask_teams > 0;
 }
@@ -55,7 +51,8 @@ std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_v
         if (kernel.maps != nullptr && extent == Extent::all) add(table.sharing->without_maps->attention(arch, spec, regime, out));
       }
       if (has_flat(table, arch, spec, regime)) add(table.flat->attention(arch, spec, regime, out));
-      if (has_few_tasks(table, arch, spec, regime)) add(table.few_tasks->attention(arch, spec, regime, out));
+      for (const AttentionKernels* few : table.few_tasks)
+        if (few != nullptr && few->kernel(arch, spec, regime).entry != nullptr) add(few->attention(arch, spec, regime, out));
     }
     add(table.merge(arch, spec, out));
     if (extent == Extent::all && may_share_prefixes(table, arch, spec)) add(sharing(table.merge(arch, spec, out)));
@@ -93,7 +90,7 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
   name_kernels();
   if (const RegimePlan& prefill = regimes_[kPrefill]; planned.flat.most_blocks > 0)
     flat_ = std::make_unique<FlatKv>(context_, arch_, spec, prefill.policy, int(prefill.flat_kernel.cluster), planned.flat);
-  for (RegimePlan& s : regimes_) s.chooses_in_graph = chooses_in_graph(s);
+  for (RegimePlan& s : regimes_) choose_for_graphs(s);
   several_kernels_ = flat_ != nullptr || std::ranges::count_if(regimes_, [](const RegimePlan& s) { return s.bounds.num_work > 0; }) > 1 ||
                      std::ranges::any_of(regimes_, &RegimePlan::chooses_in_graph);
   lay_out(planned.prefix_parts);
@@ -126,7 +123,9 @@ void Plan::name_kernels() {
     const AttentionKernels& table = may_share_ && regime == kDecode ? *table_.sharing : table_;
     name_attention(s.kernels, table, s.kernel_of, options_.load_on_demand);
     if (s.flat_kernel.entry != nullptr) name_attention(s.over_flat, *table_.flat, regime, options_.load_on_demand);
-    if (s.few_tasks_kernel.entry != nullptr) name_attention(s.few_tasks, *table_.few_tasks, regime, options_.load_on_demand);
+    for (size_t i = 0; i < kFewTasksTables; ++i)
+      if (s.few_tasks_kernels[i].entry != nullptr)
+        name_attention(s.few_tasks[i], *table_.few_tasks[i], regime, options_.load_on_demand);
     if (s.kernel.maps == nullptr) continue;
     s.mapless_joins = table.without_maps->kernel(arch_, spec_, s.kernel_of).joins_pieces;
     name_attention(s.without_maps, *table.without_maps, s.kernel_of, true);
@@ -150,13 +149,13 @@ void Plan::name_kernels() {
   if (spec_.block_size > 0) write_kv_ = std::make_unique<WriteKv>(context_, arch_, spec_);
 }
 
-// Whether a graph has launches of both kernels. An idle one costs time (docs/kernels/cuda_sm90.md): so they are only in graphs for so few
-// requests that a usual step has few tasks, though the longest requests within the limits have many.
-bool Plan::chooses_in_graph(const RegimePlan& s) const {
+// Which kernels a graph has launches of. An idle one costs time (docs/kernels/cuda_sm90.md): so there are two only in graphs for so few
+// requests that a usual step has few tasks, though the longest requests within the limits have more.
+void Plan::choose_for_graphs(RegimePlan& s) const {
   constexpr int kUsualPieces = 4;
-  const int64_t each = int64_t(spec_.num_kv_heads) * s.row_blocks;
-  return !options_.on_device && s.bounds.num_work > 0 && has_few_tasks(s, options_.limits.max_num_tokens * each * kUsualPieces) &&
-         !has_few_tasks(s, s.bounds.num_work * each);
+  const int64_t each = int64_t(spec_.num_kv_heads) * s.row_blocks, most = s.bounds.num_work * each;
+  s.usual_kernels = s.longest_kernels = s.kernels_for(most);
+  if (!options_.on_device) s.usual_kernels = s.kernels_for(std::min(options_.limits.max_num_tokens * each * kUsualPieces, most));
 }
 
 void Plan::load(Specialised& s) const {
@@ -175,7 +174,7 @@ void Plan::lay_out(int64_t prefix_parts) {
   ArrayLayout layout;
   for (RegimePlan& s : regimes_) {
     s.counts = layout.add<PlanCounts>(1);
-    s.of_many = layout.add<PlanCounts>(s.chooses_in_graph ? 1 : 0), s.of_few = layout.add<PlanCounts>(s.chooses_in_graph ? 1 : 0);
+    s.of_longest = layout.add<PlanCounts>(s.chooses_in_graph() ? 1 : 0), s.of_usual = layout.add<PlanCounts>(s.chooses_in_graph() ? 1 : 0);
   }
   arrays_.flat_counts = layout.add<FlatCounts>(flat_ ? 1 : 0);
   arrays_.query_start = layout.add<int>(reqs + 1);

@@ -71,15 +71,28 @@ class Plan final : public StepPlan {
     ArrayOf<ItemDetails> item_details;  // with the next one; room for none, unless the layer has a mask_mod
     ArrayOf<KeyStretch> stretches;
     ArrayOf<PlanCounts> counts;
-    // Where a graph has a launch for steps of many tasks and one for those of few: what each has to do. Otherwise room for none.
-    ArrayOf<PlanCounts> of_many, of_few;
-    mutable ByOutput kernels;
+    // Where a graph has a launch for its usual steps and one for longer ones: what each has to do. Otherwise room for none.
+    ArrayOf<PlanCounts> of_usual, of_longest;
+    mutable ByOutput kernels;       // of many tasks
     mutable ByOutput without_maps;  // where kernel.maps fails; always loaded on demand
     mutable ByOutput over_flat;     // what flat_kernel names
-    mutable ByOutput few_tasks;     // what few_tasks_kernel names
+    mutable std::array<ByOutput, kFewTasksTables> few_tasks;  // what few_tasks_kernels name
     bool mapless_joins = false;     // joins_pieces of without_maps
-    bool chooses_in_graph = false;  // between `kernels` and few_tasks, when a graph is replayed
     size_t arrivals = 0;            // where the regime's counters of pieces begin, in counters_
+
+    // The kernels of a launch are few_tasks[i], or these.
+    static constexpr int kManyTasks = -1;
+    int usual_kernels = kManyTasks, longest_kernels = kManyTasks;  // of a graph: for its usual steps, and for its longest ones
+    bool chooses_in_graph() const { return usual_kernels != longest_kernels; }  // when it is replayed
+
+    bool run(int i, int64_t tasks) const { return i == kManyTasks || tasks <= few_tasks_kernels[size_t(i)].most_tasks; }
+    int kernels_for(int64_t tasks) const {
+      int fastest = kManyTasks;
+      for (size_t i = 0; i < few_tasks_kernels.size(); ++i)
+        if (few_tasks_kernels[i].entry != nullptr && run(int(i), tasks)) fastest = int(i);
+      return fastest;
+    }
+    ByOutput& at(int i) const { return i == kManyTasks ? kernels : few_tasks[size_t(i)]; }
   };
   // The addresses of the batch's arrays for kernels: the plan's copies, or the caller's arrays on the device. An array that a batch does
   // not have keeps its last address.
@@ -113,10 +126,7 @@ class Plan final : public StepPlan {
   };
 
   void name_kernels();
-  bool chooses_in_graph(const RegimePlan&) const;
-  static bool has_few_tasks(const RegimePlan& s, int64_t tasks) {
-    return s.few_tasks_kernel.entry != nullptr && tasks <= s.few_tasks_kernel.most_tasks;
-  }
+  void choose_for_graphs(RegimePlan&) const;
   void load(Specialised&) const;
   const Specialised& loaded(Specialised&, bool captured) const;
   const Specialised& loaded(ByOutput&, DType out, bool captured) const;

@@ -102,7 +102,8 @@ PlanOutline outline(const AttentionKernels& table, const AttentionSpec& spec, co
     s.row_blocks = (spec.group_size() + s.kernel.tile.rows - 1) / s.kernel.tile.rows * s.kernel.row_blocks;
     if (table.flat != nullptr) s.flat_kernel = table.flat->kernel(arch, spec, regime);
     // Balanced lists are cut for the workers of `kernel`.
-    if (table.few_tasks != nullptr && !options.balanced) s.few_tasks_kernel = table.few_tasks->kernel(arch, spec, regime);
+    for (size_t i = 0; i < kFewTasksTables && !options.balanced; ++i)
+      if (table.few_tasks[i] != nullptr) s.few_tasks_kernels[i] = table.few_tasks[i]->kernel(arch, spec, regime);
   }
   CutPolicy policies = gpu::cut_policy(spec, device, tiles, options.balanced);
   int64_t run_sums = 0;

@@ -24,8 +24,9 @@ struct Scratch {
 
 struct PlanOutline {
   struct OfRegime {
-    RegimeKernel kernel, flat_kernel, few_tasks_kernel;  // of the last two, entry null: none
-    Regime kernel_of = kDecode;                          // whose kernel of the table `kernel` is: its own but where prefixes are shared
+    RegimeKernel kernel, flat_kernel;                             // entry null, of the latter: none
+    std::array<RegimeKernel, kFewTasksTables> few_tasks_kernels;  // those for fewer tasks come last; entry null: none
+    Regime kernel_of = kDecode;  // whose kernel of the table `kernel` is: its own but where prefixes are shared
     SchedulePolicy policy;
     ScheduleBounds bounds;  // num_work 0: no request within the limits goes to this regime
     int row_blocks = 1;     // tiles of rows of one token

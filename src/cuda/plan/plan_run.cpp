@@ -168,11 +168,11 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
                maps.v);  // without maps it does not see them
       };
       if (!mapped) return run_kernel(s.without_maps, tasks);
-      if (!captured || !s.chooses_in_graph) return run_kernel(has_few_tasks(s, tasks) ? s.few_tasks : s.kernels, tasks);
-      over_cache.counts = memory_->device(s.of_many);
-      run_kernel(s.kernels, tasks);
-      over_cache.counts = memory_->device(s.of_few);
-      run_kernel(s.few_tasks, s.few_tasks_kernel.most_tasks);
+      if (!captured || !s.chooses_in_graph()) return run_kernel(s.at(s.kernels_for(tasks)), tasks);
+      over_cache.counts = memory_->device(s.of_longest);
+      run_kernel(s.at(s.longest_kernels), tasks);
+      over_cache.counts = memory_->device(s.of_usual);
+      run_kernel(s.at(s.usual_kernels), s.few_tasks_kernels[size_t(s.usual_kernels)].most_tasks);
     };
     const auto in_front = [&] {
       if (captured) run_over_cache(&memory_->device(arrays_.flat_counts)->over_cache);

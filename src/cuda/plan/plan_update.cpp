@@ -222,11 +222,11 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
               .num_reqs = step.num_reqs,
               .heads_together = heads_together(batch, s.policy, s.l2_keys, spec_.num_kv_heads)};
     *m.put(s.counts, 1) = counts;
-    if (!s.chooses_in_graph) continue;
-    const bool few = has_few_tasks(s, int64_t(counts.num_work) * spec_.num_kv_heads * s.row_blocks);
+    if (!s.chooses_in_graph()) continue;
+    const bool usual = s.run(s.usual_kernels, int64_t(counts.num_work) * spec_.num_kv_heads * s.row_blocks);
     PlanCounts none = counts;
     none.num_work = 0;
-    *m.put(s.of_many, 1) = few ? none : counts, *m.put(s.of_few, 1) = few ? counts : none;
+    *m.put(s.of_longest, 1) = usual ? none : counts, *m.put(s.of_usual, 1) = usual ? counts : none;
   }
   if (flat_) *m.put(arrays_.flat_counts, 1) = flat_->counts_in_graph(counts, step.flat, captured_flat_blocks_);
   if (step.num_tokens == 0) return;

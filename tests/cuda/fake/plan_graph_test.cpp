@@ -1,6 +1,8 @@
 // A captured graph and eager calls give the same bits, with kernels that are host code; and what a launch is given never depends on a
 // batch. On the fake driver.
 #include <cstring>
+#include <functional>
+#include <map>
 
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
@@ -91,28 +93,48 @@ TEST_P(PlanGraph, FlatKeys) {
 }
 
 // Steps of few tasks have another kernel, and what a step has is known when the graph is replayed.
-TEST_P(PlanGraph, FewTasks) {
-  if (std::string_view(GetParam()) != "cuda_sm90") GTEST_SKIP() << "it has one kernel";
+class PlanGraphOfFewTasks : public PlanGraph {
+ protected:
+  // Replays in which a kernel has work that may be idle, by what names it.
+  std::map<std::string, int> replays(const std::function<std::string(const fake::Launch&)>& name_of) {
+    std::map<std::string, int> all;
+    fake::run_on_host(spec);
+    const auto compute = fake::state().on_launch;
+    fake::state().on_launch = [&, compute](const fake::Launch& launch) {
+      if (launch.entry.starts_with("attention")) {
+        AttentionParams p;
+        std::memcpy(&p, launch.all_params.at(0).data(), sizeof p);
+        if (p.may_be_idle && p.counts->num_work > 0) ++all[name_of(launch)];
+      }
+      compute(launch);
+    };
+    test::GraphAgainstEager(*find_backend(GetParam()), probe_cuda().at(0), Context::of_device(0),
+                            {.spec = spec, .limits = limits, .keys = limits.max_num_reqs * limits.max_seq_len, .batches = 5, .seed = 15})
+        .run();
+    return all;
+  }
+};
+TEST_P(PlanGraphOfFewTasks, HaveAKernelOfTheirOwn) {
   spec = {.num_q_heads = 65, .num_kv_heads = 1, .head_dim_qk = 272, .head_dim_v = 256};
   spec.kv_format = KvFormat::latent;
   limits = {.max_num_reqs = 2, .max_num_tokens = 2, .max_seq_len = 48000, .max_query_len = 1};
-  fake::run_on_host(spec);
-  int few = 0, many = 0;  // replays in which either kernel has work
-  const auto compute = fake::state().on_launch;
-  fake::state().on_launch = [&](const fake::Launch& launch) {
-    if (launch.entry.starts_with("attention")) {
-      AttentionParams p;
-      std::memcpy(&p, launch.all_params.at(0).data(), sizeof p);
-      if (p.may_be_idle && p.counts->num_work > 0) ++(launch.entry == "attention_sm90_latent_spread" ? few : many);
-    }
-    compute(launch);
-  };
-  test::GraphAgainstEager(*find_backend(GetParam()), probe_cuda().at(0), Context::of_device(0),
-                          {.spec = spec, .limits = limits, .keys = 96000, .batches = 5, .seed = 15})
-      .run();
-  EXPECT_GE(few, 1);
-  EXPECT_GE(many, 1);
+  const auto all = replays([](const fake::Launch& launch) { return launch.entry; });
+  EXPECT_EQ(all.size(), 2u);
+  EXPECT_TRUE(all.contains("attention_sm90_latent") && all.contains("attention_sm90_latent_spread"));
 }
+TEST_P(PlanGraphOfFewTasks, HaveAnotherOneWhereTheyAreTheFewest) {
+  spec = {.num_q_heads = 65, .num_kv_heads = 1, .head_dim_qk = 512, .head_dim_v = 512};
+  spec.kv_format = KvFormat::latent;
+  limits = {.max_num_reqs = 1, .max_num_tokens = 1, .max_seq_len = 24000, .max_query_len = 1};
+  const auto all = replays([](const fake::Launch& launch) {
+    for (const char* dims : {"kOwnDims 128", "kOwnDims 256"})
+      if (launch.module.find(dims) != std::string::npos) return std::string(dims);
+    return launch.entry;
+  });
+  EXPECT_EQ(all.size(), 2u);
+  EXPECT_TRUE(all.contains("kOwnDims 128") && all.contains("kOwnDims 256"));
+}
+INSTANTIATE_TEST_SUITE_P(Backends, PlanGraphOfFewTasks, testing::Values("cuda_sm90"), [](const auto& info) { return info.param; });
 
 TEST_P(PlanGraph, LengthsOnTheDevice) {
   run({.spec = spec, .limits = limits, .device_arrays = true, .device_lengths = true, .batches = 2 * kBatches, .seed = 5});

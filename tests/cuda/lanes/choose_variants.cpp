@@ -35,8 +35,8 @@ int choose(const std::string& path, const test::LanesRecords& records, int numbe
   }
   std::string names;
   for (const test::Variant& v : test::variants()) {
-    const std::string companion = test::companion_of(v);
-    if (left_out.contains(v.name) && (companion.empty() || left_out.contains(companion)))
+    const auto is_left_out = [&](const std::string& name) { return left_out.contains(name); };
+    if (is_left_out(v.name) && std::ranges::all_of(test::companions_of(v), is_left_out))
       names += std::string(v.name) + "\n";
     else
       for (const std::string& library : records.libraries_of(v)) std::cout << library << "\n";

@@ -132,7 +132,7 @@ class LanesPlan final : public AttentionPlan {
         variant_.is_verify()   ? cuda::attention_sm90_verify_run_sums(spec_)
         : variant_.is_latent() ? cuda::attention_sm90_latent_cluster(spec_) * cuda::attention_sm90_latent_run_sums(spec_)
         : variant_.is_latent_spread()
-            ? cuda::attention_sm90_latent_spread_cluster("sm_90a", spec_) * cuda::attention_sm90_latent_run_sums(spec_)
+            ? variant_.latent_spread().cluster * cuda::attention_sm90_latent_run_sums(spec_)
         : variant_.is_latent_pair()   ? cuda::kSm90LatentPairCluster * cuda::attention_sm90_latent_pair_run_sums(spec_)
         : variant_.is_latent_decode() ? cuda::attention_sm90_latent_decode_run_sums(spec_, variant_.latent_decode_tiles())
                                       : teams * cuda::kRunLevels * cuda::run_node_floats(spec_.head_dim_v);

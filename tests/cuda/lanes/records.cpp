@@ -104,7 +104,7 @@ std::string LanesRecords::content(const Variant& v) const {
   gpu::Hash128 hash;
   hash.add(own_content(v));
   for (const Variant& other : variants())
-    if (other.name == companion_of(v)) hash.add(own_content(other));
+    if (companions_of(v).contains(other.name)) hash.add(own_content(other));
   return hash.hex();
 }
 

@@ -2,6 +2,7 @@
 // What the ledger of clean kernels has of the variants of variants.h: those whose tests passed, each with a hash of all that these tests
 // read. Where CI finds the same hash again, it leaves the variant out.
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -39,16 +40,13 @@ class LanesRecords {
   std::map<std::string, std::string> texts_;
 };
 
-// Another variant that a test compares this one with; empty: none does.
-inline std::string companion_of(const Variant& v) {
-  const std::string name = v.name;
-  for (const auto& [one, other] : {std::pair{"latent", "latent_stored"},
-                                   {"latent_tiles", "spread_tiles"},
-                                   {"nodes_latent_tiles", "nodes_spread"},
-                                   {"shared_heads", "heads"},
-                                   {"tma_shared_heads", "tma_heads"}})
-    if (name == one || name == other) return name == one ? other : one;
-  return "";
+// Other variants that tests compare this one with, and that are left out only where it is.
+inline std::set<std::string> companions_of(const Variant& v) {
+  using Names = std::set<std::string>;
+  for (Names group : {Names{"latent", "latent_stored"}, Names{"latent_tiles", "spread_tiles", "spread_fewest"},
+                      Names{"nodes_latent_tiles", "nodes_spread"}, Names{"shared_heads", "heads"}, Names{"tma_shared_heads", "tma_heads"}})
+    if (group.erase(v.name) > 0) return group;
+  return {};
 }
 
 }  // namespace imbrex::test

@@ -28,6 +28,7 @@ enum class Text {
   latent,
   latent_without_maps,
   latent_spread,
+  latent_spread_fewest,
   latent_pair,
   latent_pair_without_maps,
   latent_decode,
@@ -48,7 +49,7 @@ struct Variant {
 
   bool is_verify() const { return text == Text::verify || text == Text::verify_without_maps; }
   bool is_latent() const { return text == Text::latent || text == Text::latent_without_maps; }
-  bool is_latent_spread() const { return text == Text::latent_spread; }
+  bool is_latent_spread() const { return text == Text::latent_spread || text == Text::latent_spread_fewest; }
   bool is_latent_pair() const { return text == Text::latent_pair || text == Text::latent_pair_without_maps; }
   bool is_latent_decode() const { return text == Text::latent_decode || text == Text::latent_decode_without_maps; }
   bool packs_mask() const { return text == Text::wgmma && cuda::reads_mask_bits(c.spec); }
@@ -60,6 +61,9 @@ struct Variant {
   }
   cuda::Sm90VerifyTiles verify_tiles() const { return cuda::attention_sm90_verify_tiles(arch, c.spec).value(); }
   cuda::Sm90LatentTiles latent_tiles() const { return cuda::attention_sm90_latent_tiles(arch, c.spec).value(); }
+  cuda::Sm90LatentSpread latent_spread() const {
+    return cuda::attention_sm90_latent_spread(arch, c.spec, text == Text::latent_spread_fewest).value();
+  }
   cuda::Sm90LatentTiles latent_pair_tiles() const { return cuda::attention_sm90_latent_pair_tiles(arch, c.spec).value(); }
   cuda::Sm90LatentDecodeTiles latent_decode_tiles() const { return cuda::attention_sm90_latent_decode_tiles(arch, c.spec, regime).value(); }
   cuda::AttentionTiles tiles() const {
@@ -83,7 +87,7 @@ struct Variant {
     if (text == Text::wgmma) return cuda::attention_sm90_key(arch, c.spec, c.out_dtype);
     if (text == Text::wgmma_e4m3) return cuda::attention_sm90_fp8_key(arch, c.spec, c.out_dtype);
     if (is_latent()) return cuda::attention_sm90_latent_key(arch, c.spec, c.out_dtype, latent_tiles(), text == Text::latent);
-    if (is_latent_spread()) return cuda::attention_sm90_latent_spread_key(arch, c.spec, c.out_dtype);
+    if (is_latent_spread()) return cuda::attention_sm90_latent_spread_key(arch, c.spec, c.out_dtype, latent_spread());
     if (is_latent_pair())
       return cuda::attention_sm90_latent_pair_key(arch, c.spec, c.out_dtype, latent_pair_tiles(), text == Text::latent_pair);
     if (is_latent_decode())

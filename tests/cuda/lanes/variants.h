@@ -229,6 +229,8 @@ inline std::vector<Variant> variants() {
   Case& spread_tiles = add_tiles("spread_tiles", spec(DType::bf16, DType::bf16, 576, 512, 80, 64), {{1, 700, 0}, {0, 0, 2}, {2, 70, 1}},
                                  Text::latent_spread);
   spread_tiles.values = ValuePattern::rising, spread_tiles.out_dtype = out_of_tiles;
+  const Case same_tiles = spread_tiles;
+  add_tiles("spread_fewest", same_tiles.spec, same_tiles.requests, Text::latent_spread_fewest) = same_tiles;
   Case& spread_pages =
       add_tiles("spread_pages", spec(DType::f16, DType::f16, 272, 256, 72, 8), {{2, 300, 0}, {1, 600, 1}, {3, 3, 3}}, Text::latent_spread);
   spread_pages.spec.score.sinks = true;
