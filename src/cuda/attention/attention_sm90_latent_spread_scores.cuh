@@ -7,6 +7,10 @@
 
 namespace imbrex::cuda {
 
+// Stages of the next step's products that begin before a step's weights are made, while its maxima are under way: where steps are short and
+// many. Where they are few, the last one's weights come late with it.
+constexpr int kStagesAhead = kOwnDims > 128 ? 2 : 0;
+
 class Scorer {
  public:
   DEVICE Scorer(const AttentionParams& p, int rank, SharedStorage& shared)
@@ -48,12 +52,13 @@ class Scorer {
     }
   }
 
-  // A product whose left side is in registers keeps its warp until the matrix unit has taken them: so little is done between two.
-  DEVICE void compute_scores(Both& s) {
+  // Begins the products of the block's tiles. One whose left side is in registers keeps its warp until the matrix unit has taken them: so
+  // little is done between two, and what others are waited for is on its way meanwhile.
+  template <int first_stage, int end_stage>
+  DEVICE void start_scores(Both& s, int& before) {
     constexpr int kSteps = 4 * kChunksEach;
-    int before = 0;  // the stage before
 #pragma unroll
-    for (int i = 0; i < kStepStages; ++i) {
+    for (int i = first_stage; i < end_stage; ++i) {
       const u32 keys = tile_at(shared_address(shared_.stage[stage_.at]), 16);
       wait_for_stage();
       wgmma_fence();
@@ -69,6 +74,8 @@ class Scorer {
       before = stage_.at;
       stage_.next();
     }
+  }
+  DEVICE void finish_scores(Both& s, int before) {
     finish<0>(s);
     report(shared_.empty[before]);
   }
@@ -79,41 +86,78 @@ class Scorer {
     // Tiles of which every row sees every key.
     const int whole_end = max(0, min(item.hi, end_of_all(p_, item))) / kTileKeys;
     float reference[2] = {kEmptyReference, kEmptyReference};
-    each_step(item, [&](const Step& step) {
-      const int own = step.tiles_of(rank_);
-      Both s;
-      if (own > 0) {
-        compute_scores(s);
-      } else {
-        fill(s, -infinity());
-      }
+    const auto hide_and_tell = [&](const Step& step, Both& s) {
 #pragma unroll
       for (int i = 0; i < kTilesEach; ++i) {
         const int tile = step.first + rank_ * kTilesEach + i;
-        if (i >= own) {
+        if (i >= step.tiles_of(rank_)) {
           fill(of_tile(s, i), -infinity());
         } else if (tile >= whole_end) {
           hide_keys(p_, item, row(), tile * kTileKeys, rows, of_tile(s, i));
         }
       }
       tell_tops(rows, s);
-      // Most steps do not move a reference: so weights relative to those that are there are computed while maxima are under way.
-      Made made;
-      float own_reference[kTilesEach][2];
+    };
+    if constexpr (kStagesAhead > 0) {
+      Both s;
+      Step before{};  // whose scores these are; at first none
+      const auto weigh_before = [&] {
+        if (before.tiles > 0) weigh_step<false>(before, rows, s, reference);
+      };
+      each_step(item, [&](const Step& step) {
+        Both next;
+        if (step.tiles_of(rank_) > 0) {
+          int stage = 0;
+          start_scores<0, kStagesAhead>(next, stage);
+          weigh_before();
+          start_scores<kStagesAhead, kStepStages>(next, stage);
+          finish_scores(next, stage);
+        } else {
+          weigh_before();
+          fill(next, -infinity());
+        }
+        hide_and_tell(step, next);
 #pragma unroll
-      for (auto& of_tile : own_reference) of_tile[0] = reference[0], of_tile[1] = reference[1];
-      if (own > 0 && !step.begins) {
-        weigh_by(own_reference, rows, s, made);
-        pin(made.weights);  // else the compiler computes them only where it knows that they are wanted
-      }
-      const bool moved = move_references(step, reference, own_reference);
-      if (own > 0) {
-        if (moved || step.begins) weigh_by(own_reference, rows, s, made);
-        put_weights(made);
-      }
-      if (step.ends) reference[0] = reference[1] = kEmptyReference;
-      step_.next();
-    });
+        for (int i = 0; i < kTilesEach * kTileKeys / 2; ++i) s[i] = next[i];
+        before = step;
+      });
+      weigh_before();
+    } else {
+      each_step(item, [&](const Step& step) {
+        Both s;
+        if (step.tiles_of(rank_) > 0) {
+          int stage = 0;
+          start_scores<0, kStepStages>(s, stage);
+          finish_scores(s, stage);
+        } else {
+          fill(s, -infinity());
+        }
+        hide_and_tell(step, s);
+        weigh_step<true>(step, rows, s, reference);
+      });
+    }
+  }
+
+  // Hands over the weights of a step, whose maxima are under way. Most steps do not move a reference: so weights relative to those that are
+  // there may be computed before maxima have come.
+  template <bool is_early>
+  DEVICE void weigh_step(const Step& step, const Rows& rows, Both& s, float (&reference)[2]) {
+    const int own = step.tiles_of(rank_);
+    Made made;
+    float own_reference[kTilesEach][2];
+#pragma unroll
+    for (auto& of_tile : own_reference) of_tile[0] = reference[0], of_tile[1] = reference[1];
+    if (is_early && own > 0 && !step.begins) {
+      weigh_by(own_reference, rows, s, made);
+      pin(made.weights);  // else the compiler computes them only where it knows that they are wanted
+    }
+    const bool moved = move_references(step, reference, own_reference);
+    if (own > 0) {
+      if (moved || !is_early || step.begins) weigh_by(own_reference, rows, s, made);
+      put_weights(made);
+    }
+    if (step.ends) reference[0] = reference[1] = kEmptyReference;
+    step_.next();
   }
 
   // Tells all blocks, this one too, the maxima of the block's tiles.
