@@ -347,27 +347,17 @@ std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) 
 }  // namespace
 
 const AttentionKernels kernels_sm80_sharing{"cuda_sm80", sm80_sharing_kernel, sm80_sharing_attention, merge_key};
-const AttentionKernels kernels_sm80{.backend = "cuda_sm80",
-                                    .kernel = sm80_kernel,
-                                    .attention = sm80_attention,
-                                    .merge = merge_key,
-                                    .sharing = &kernels_sm80_sharing,
-                                    .reads_format = sm80_reads};
+const AttentionKernels kernels_sm80{"cuda_sm80", sm80_kernel, sm80_attention,        merge_key, nullptr,
+                                    nullptr,     {},          &kernels_sm80_sharing, sm80_reads};
 const AttentionKernels kernels_mapless{"cuda_sm90", mapless_kernel, mapless_attention, merge_key};
 const AttentionKernels kernels_mapless_sharing{"cuda_sm90", sm90_sharing_kernel, mapless_sharing_attention, merge_key};
 const AttentionKernels kernels_sm90_sharing{"cuda_sm90", sm90_sharing_kernel, sm90_sharing_attention, merge_key, &kernels_mapless_sharing};
 const AttentionKernels kernels_flat{"cuda_sm90", flat_kernel, flat_attention, merge_key};
 const AttentionKernels kernels_few_tasks{"cuda_sm90", few_tasks_kernel<false>, few_tasks_attention<false>, merge_key};
 const AttentionKernels kernels_fewest_tasks{"cuda_sm90", few_tasks_kernel<true>, few_tasks_attention<true>, merge_key};
-const AttentionKernels kernels_sm90{.backend = "cuda_sm90",
-                                    .kernel = sm90_kernel,
-                                    .attention = sm90_attention,
-                                    .merge = sm90_merge_key,
-                                    .without_maps = &kernels_mapless,
-                                    .flat = &kernels_flat,
-                                    .few_tasks = {&kernels_few_tasks, &kernels_fewest_tasks},
-                                    .sharing = &kernels_sm90_sharing,
-                                    .reads_format = sm90_reads};
+constexpr std::array kFewTasks{&kernels_few_tasks, &kernels_fewest_tasks};
+const AttentionKernels kernels_sm90{"cuda_sm90",   sm90_kernel, sm90_attention,        sm90_merge_key, &kernels_mapless,
+                                    &kernels_flat, kFewTasks,   &kernels_sm90_sharing, sm90_reads};
 
 bool reads(const AttentionKernels& kernels, const AttentionSpec& spec) {
   return codec_of(spec).strided || (kernels.reads_format != nullptr && kernels.reads_format(spec.kv_format));

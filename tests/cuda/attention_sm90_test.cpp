@@ -175,7 +175,7 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
       EXPECT_EQ(kernel.tile.rows, expected) << spec.str();
     }
   };
-  EXPECT_EQ(count("attention_sm90_latent.cu"), 4);  // with and without maps, for two types of output
+  EXPECT_EQ(count("attention_sm90_latent.cu"), 4);         // with and without maps, for two types of output
   EXPECT_EQ(count("attention_sm90_latent_spread.cu"), 4);  // for few tasks and for the fewest
   const auto few_tasks = [&](size_t i) { return kernels_sm90.few_tasks.at(i)->kernel(kArch, spec, kDecode); };
   const auto expect_few_tasks = [&] {

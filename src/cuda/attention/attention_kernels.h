@@ -47,8 +47,8 @@ struct AttentionKernels {
   KernelKey (*attention)(std::string_view arch, const AttentionSpec&, Regime, DType out);
   KernelKey (*merge)(std::string_view arch, const AttentionSpec&, DType out);  // entry `merge`, launched with kMergeThreads
   // Other tables that run items which were cut for the tiles of this one: for tensors without maps, over flat keys (flat_kv.h), and in
-  // launches of few tasks, those for the fewest last, with the same bits. Null: no regime takes maps; keys are never made flat; all launches
-  // are of one kernel.
+  // launches of few tasks, those for the fewest last, with the same bits. Null: no regime takes maps; keys are never made flat; all
+  // launches are of one kernel.
   const AttentionKernels *without_maps = nullptr, *flat = nullptr;
   std::array<const AttentionKernels*, kFewTasksTables> few_tasks{};
   // Of decode alone: kernels that take items which several requests share beside all others, with the same bits and as many rows as two

@@ -96,7 +96,8 @@ class Multiplier {
       stage_.next(), slot_.next();
       if (!begins) continue;
       fold(row_warps(item), number, last, reference, total, out);
-      if (last && row_warp_ < row_warps(item)) store_pairs<kTeamDims>(p_, item, row(), reference, total, out, first_dim());  // rows that the item does not have cost nothing
+      if (last && row_warp_ < row_warps(item))
+        store_pairs<kTeamDims>(p_, item, row(), reference, total, out, first_dim());  // rows that the item does not have cost nothing
       ++number;
     }
   }

@@ -2,9 +2,9 @@
 // (KvFormat::latent), as in the absorbed form of MLA. Host side: cuda/attention/attention_sm90_latent_spread.cpp.
 //
 // It computes the items of attention_sm90_latent.cu, and the same bits, with all thread blocks of a cluster for 64 rows. A block has some
-// dims of the output, 128 or 256, for which it needs the weights of all keys; and it makes the weights of two tiles of each step, for all blocks. So
-// the blocks tell each other the maxima of their tiles, then their weights. One warpgroup computes scores and weights, and keeps the
-// queries in registers; one multiplies values; of the third each warp has an errand of its own. The scores of a step are computed while
+// dims of the output, 128 or 256, for which it needs the weights of all keys; and it makes the weights of two tiles of each step, for all
+// blocks. So the blocks tell each other the maxima of their tiles, then their weights. One warpgroup computes scores and weights, and keeps
+// the queries in registers; one multiplies values; of the third each warp has an errand of its own. The scores of a step are computed while
 // the values of the step before are multiplied. docs/kernels/cuda_sm90_latent.md has the measurements.
 #include "attention_sm90_latent_spread_scores.cuh"
 #include "attention_sm90_tree.cuh"
@@ -70,8 +70,7 @@ class Multiplier {
     }
     if (step.ends) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        piece.reference[h] = shared_.reference[step_.at][row() + 8 * h], piece.sum[h] = sum_over<4>(piece.sum[h]);
+      for (int h = 0; h < 2; ++h) piece.reference[h] = shared_.reference[step_.at][row() + 8 * h], piece.sum[h] = sum_over<4>(piece.sum[h]);
     }
     report(shared_.notes_read[step_.at]);
     step_.next();

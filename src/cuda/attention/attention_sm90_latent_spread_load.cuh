@@ -12,8 +12,7 @@ static_assert(kValuesInKeys && kKvType == kQType && kTileRows == kTeamRows && kK
 static_assert(kPlainLogits && !kWindow && !kCustomMask && !kPositions);
 
 // Each thread block of a cluster has kOwnDims of the output, and the scores of two tiles of a step.
-constexpr int kBlocksTogether = kHeadDimV / kOwnDims, kTilesEach = 2,
-              kStepTiles = kBlocksTogether * kTilesEach;
+constexpr int kBlocksTogether = kHeadDimV / kOwnDims, kTilesEach = 2, kStepTiles = kBlocksTogether * kTilesEach;
 static_assert(kHeadDimV % kOwnDims == 0 && kBlocksTogether <= 4, "a lane of each four tells a block");
 
 DEVICE int rank_in_cluster() { return shuffle(int(cluster_rank()), 0); }

@@ -124,8 +124,7 @@ void Plan::name_kernels() {
     name_attention(s.kernels, table, s.kernel_of, options_.load_on_demand);
     if (s.flat_kernel.entry != nullptr) name_attention(s.over_flat, *table_.flat, regime, options_.load_on_demand);
     for (size_t i = 0; i < kFewTasksTables; ++i)
-      if (s.few_tasks_kernels[i].entry != nullptr)
-        name_attention(s.few_tasks[i], *table_.few_tasks[i], regime, options_.load_on_demand);
+      if (s.few_tasks_kernels[i].entry != nullptr) name_attention(s.few_tasks[i], *table_.few_tasks[i], regime, options_.load_on_demand);
     if (s.kernel.maps == nullptr) continue;
     s.mapless_joins = table.without_maps->kernel(arch_, spec_, s.kernel_of).joins_pieces;
     name_attention(s.without_maps, *table.without_maps, s.kernel_of, true);

@@ -73,16 +73,16 @@ class Plan final : public StepPlan {
     ArrayOf<PlanCounts> counts;
     // Where a graph has a launch for its usual steps and one for longer ones: what each has to do. Otherwise room for none.
     ArrayOf<PlanCounts> of_usual, of_longest;
-    mutable ByOutput kernels;       // of many tasks
-    mutable ByOutput without_maps;  // where kernel.maps fails; always loaded on demand
-    mutable ByOutput over_flat;     // what flat_kernel names
+    mutable ByOutput kernels;                                 // of many tasks
+    mutable ByOutput without_maps;                            // where kernel.maps fails; always loaded on demand
+    mutable ByOutput over_flat;                               // what flat_kernel names
     mutable std::array<ByOutput, kFewTasksTables> few_tasks;  // what few_tasks_kernels name
-    bool mapless_joins = false;     // joins_pieces of without_maps
-    size_t arrivals = 0;            // where the regime's counters of pieces begin, in counters_
+    bool mapless_joins = false;                               // joins_pieces of without_maps
+    size_t arrivals = 0;                                      // where the regime's counters of pieces begin, in counters_
 
     // The kernels of a launch are few_tasks[i], or these.
     static constexpr int kManyTasks = -1;
-    int usual_kernels = kManyTasks, longest_kernels = kManyTasks;  // of a graph: for its usual steps, and for its longest ones
+    int usual_kernels = kManyTasks, longest_kernels = kManyTasks;               // of a graph: for its usual steps, and for its longest ones
     bool chooses_in_graph() const { return usual_kernels != longest_kernels; }  // when it is replayed
 
     bool run(int i, int64_t tasks) const { return i == kManyTasks || tasks <= few_tasks_kernels[size_t(i)].most_tasks; }

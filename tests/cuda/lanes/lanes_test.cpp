@@ -175,7 +175,7 @@ TEST(LanesOfLatents, HaveTheBitsOfStoredValues) {
 // Thread blocks that take 64 rows together compute what one does alone.
 TEST(LanesOfLatents, HaveTheSameBitsWhereTheyAreSpread) {
   for (const auto& variants : {compared("latent_tiles", "spread_tiles"), compared("latent_tiles", "spread_fewest"),
-                              compared("nodes_latent_tiles", "nodes_spread")}) {
+                               compared("nodes_latent_tiles", "nodes_spread")}) {
     if (!variants) continue;
     const auto& [alone, spread] = *variants;
     EXPECT_EQ(alone.c.spec, spread.c.spec);
