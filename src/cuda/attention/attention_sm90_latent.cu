@@ -13,8 +13,10 @@
 namespace imbrex::cuda {
 
 // Registers of a thread of the warpgroups that multiply values, of the one that computes scores, and of the one that loads.
-// With fewer dims of the output the one that loads gets what these leave.
-constexpr int kOutputRegisters = kTeamDims > 192 ? 160 : 144, kScoreRegisters = 160, kLoadRegisters = kTeamDims > 192 ? 32 : 64;
+// With fewer dims of the output the one that loads gets what these leave; two warps that copy rows get more from scores.
+constexpr int kForCopies = kLoadWarps > 1 ? 8 : 0;
+constexpr int kOutputRegisters = kTeamDims > 192 ? 160 : 144, kScoreRegisters = 160 - kForCopies,
+              kLoadRegisters = (kTeamDims > 192 ? 32 : 64) + kForCopies;
 static_assert(128 * (kConsumers * kOutputRegisters + kScoreRegisters + kLoadRegisters) <= 65536);
 // Dims of a product: ptxas takes no instruction with more registers than a thread has at launch.
 constexpr int kProductDims = kTeamDims > 192 ? kTeamDims / 2 : kTeamDims;
@@ -127,14 +129,14 @@ DEVICE void begin_barriers(SharedStorage& shared) {
     mbarrier_init(shared_address(&shared.full[i]), kReporters);
     mbarrier_init(shared_address(&shared.empty[i]), kRowCluster * (kScoreWarps + kOutputWarps));
   }
-  for (u64& copied : shared.copied) mbarrier_init(shared_address(&copied), kLoaders);
+  for (u64& copied : shared.copied) mbarrier_init(shared_address(&copied), kLoaders * kLoadWarps);
   for (int i = 0; i < kWeightSlots; ++i) {
     mbarrier_init(shared_address(&shared.weights_full[i]), kScoreWarps);
     mbarrier_init(shared_address(&shared.weights_empty[i]), kOutputWarps);
   }
   for (int i = 0; i < SharedStorage::kItemSlots; ++i) {
     mbarrier_init(shared_address(&shared.item_full[i]), 1);
-    mbarrier_init(shared_address(&shared.item_empty[i]), kScoreWarps + kOutputWarps + 1 + kHandsOver);
+    mbarrier_init(shared_address(&shared.item_empty[i]), kScoreWarps + kOutputWarps + kLoadWarps + kHandsOver);
   }
   mbarrier_init(shared_address(&shared.item_wanted), 1);
   mbarrier_init(shared_address(&shared.node_written), kOutputWarps);
@@ -176,8 +178,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         find_items(p, 0, shared, [](const Item&) {});  // queries come with the keys
       }
     }
-    if (warp == 1) produce_stages(p, q_map, k_map, shared);
+    if (warp == 1) produce_stages(p, 0, q_map, k_map, shared);
     if (kHandsOver && warp == 2) hand_over_tiles(shared);
+    if (kLoadWarps > 1 && warp == 3) produce_stages(p, 1, q_map, k_map, shared);
   }
   if constexpr (kRowCluster > 1) {  // the other block writes to this one's memory, and reports to its barriers, until it is done
     __syncwarp();

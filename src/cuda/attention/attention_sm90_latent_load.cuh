@@ -14,7 +14,9 @@ static_assert(kValuesInKeys && kKvType == kQType && kTileRows == kTeamRows && kK
 // go the same way, stage by stage. Rows that lanes copy come to their own block, which hands them over when they are there.
 constexpr int kRowCluster = kRowBlocks == 2 ? 2 : 1;
 constexpr bool kHandsOver = kRowCluster > 1 && kMaps&& kSmallPages;
-constexpr int kReporters = kHandsOver ? 1 : kLoaders;  // lanes that report a stage
+// Rows of small pages are copied by two warps, each some chunks of a tile, which report every stage.
+constexpr int kLoadWarps = kMaps && kSmallPages ? 2 : 1;
+constexpr int kReporters = kHandsOver ? 1 : kLoaders * kLoadWarps;  // lanes that report a stage
 DEVICE int rank_in_cluster() { return kRowCluster == 1 ? 0 : shuffle(int(cluster_rank()), 0); }
 // Reports a stage, which either block may load to next, once for a warp.
 DEVICE void leave_to_all(u64& empty) {
@@ -119,17 +121,21 @@ DEVICE void load_node(const AttentionParams& p, int level, int row_warp, u32 to,
 // Of a cluster each block brings some chunks of a tile to both: the first block these, the other one the others.
 constexpr int kFirstChunks = (kKChunks + kRowCluster - 1) / kRowCluster;
 
-// Copies this block's chunks of a tile row by row.
-DEVICE void copy_latent_tile(const AttentionParams& p, const Item& item, const Box& box, u32 to, u32 copied) {
-  constexpr int kFirstBytes = kFirstChunks * 128;
-  const int begin = box.key - lane_id() * kPageRows;
+// Copies chunks of a tile row by row, from `first` up to `end`.
+template <int first, int end>
+DEVICE void copy_chunks(const AttentionParams& p, const Item& item, const Box& box, u32 to, u32 full) {
+  constexpr int kBytes = (end == kKChunks ? kHeadDimQk * 2 : end * 128) - first * 128;
   KvSide side = p.k;
+  side.data += first * 128;
+  copy_rows<kBytes, kChunkBytes, kUnrolled>(side, item.kv_head, box.rows, box.key - lane_id() * kPageRows, to + first * kChunkBytes, full);
+}
+// Copies what warp `loader` of the block has of its chunks of a tile.
+DEVICE void copy_latent_tile(const AttentionParams& p, int loader, const Item& item, const Box& box, u32 to, u32 full) {
+  constexpr int kFirst = kFirstChunks / 2, kSecond = kFirstChunks + (kKChunks - kFirstChunks) / 2;  // that the second warp has
   if (rank_in_cluster() == 0) {
-    copy_rows<kFirstBytes, kChunkBytes, kUnrolled>(side, item.kv_head, box.rows, begin, to, copied);
+    loader == 0 ? copy_chunks<0, kFirst>(p, item, box, to, full) : copy_chunks<kFirst, kFirstChunks>(p, item, box, to, full);
   } else {
-    side.data += kFirstBytes;
-    copy_rows<kHeadDimQk * 2 - kFirstBytes, kChunkBytes, kUnrolled>(side, item.kv_head, box.rows, begin, to + kFirstChunks * kChunkBytes,
-                                                                    copied);
+    loader == 0 ? copy_chunks<kFirstChunks, kSecond>(p, item, box, to, full) : copy_chunks<kSecond, kKChunks>(p, item, box, to, full);
   }
 }
 
@@ -144,7 +150,8 @@ DEVICE void load_latent_tile(const TensorMap& k_map, const Item& item, const Box
   }
 }
 
-DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, const TensorMap& k_map, SharedStorage& shared) {
+// Warp `loader` of those that load: the first one loads all that is not rows of small pages.
+DEVICE void produce_stages(const AttentionParams& p, int loader, const TensorMap& q_map, const TensorMap& k_map, SharedStorage& shared) {
   // Where a token has rows for several tasks, each of them reads the keys.
   const u64 l2 = kRowBlocks > 1 ? l2_normal() : l2_first_out();
   Ring<kStages> stage;
@@ -152,6 +159,12 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
   const auto begin_stage = [&] { mbarrier_wait(shared_address(&shared.empty[stage.at]), stage.parity ^ 1); };
   const auto address = [&] { return shared_address(shared.stage[stage.at]); };
   const auto full = [&] { return shared_address(&shared.full[stage.at]); };
+  // Whether another warp loads a stage, which this one reports all the same.
+  const auto is_left_out = [&] {
+    if (loader == 0) return false;
+    if (kReporters > 1) mbarrier_arrive(full());
+    return true;
+  };
   each_item(shared, [&](const Item& item) {
     const Tiles tiles = tiles_of(item);
     Box box = box_of(p, item, tiles.first);
@@ -159,7 +172,7 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
 #pragma unroll 1
     for (int part = 0; part < kQStages; ++part, stage.next()) {
       begin_stage();
-      load_queries(p, q_map, item, part, address(), full());
+      if (!is_left_out()) load_queries(p, q_map, item, part, address(), full());
     }
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.end; ++tile, stage.next()) {
@@ -167,8 +180,8 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
       begin_stage();
       if constexpr (kMaps && !kSmallPages) {
         load_latent_tile(k_map, item, box, address(), full(), l2);
-      } else if constexpr (kHandsOver) {
-        copy_latent_tile(p, item, box, address(), shared_address(&shared.copied[stage.at]));
+      } else if constexpr (kMaps) {
+        copy_latent_tile(p, loader, item, box, address(), kHandsOver ? shared_address(&shared.copied[stage.at]) : full());
       } else {
         load_tile<kHeadDimQk, kKChunks>(p, p.k, k_map, item, box, address(), full(), l2);
       }
@@ -176,15 +189,15 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
       const bool last = tile + 1 == tiles.end;
       // The next item is wanted when the last tile is under way: the ring has tiles before it that are still to be computed. One lane says
       // so without report(), for which some kernels have no registers.
-      if (last && lane_id() == 0) mbarrier_arrive(shared_address(&shared.item_wanted));
+      if (last && loader == 0 && lane_id() == 0) mbarrier_arrive(shared_address(&shared.item_wanted));
       if (--left > 0 && !last) continue;
-      if (number > 1) mbarrier_wait(shared_address(&shared.node_written), nodes_written++ % 2);
+      if (number > 1 && loader == 0) mbarrier_wait(shared_address(&shared.node_written), nodes_written++ % 2);
 #pragma unroll 1
       for (int level = 0; level < kLevels; ++level) {
         for (int warp = 0; joins_node(number, last, level) && warp < row_warps(item); ++warp) {
           stage.next();
           begin_stage();
-          load_node(p, level, warp, address(), full());
+          if (!is_left_out()) load_node(p, level, warp, address(), full());
         }
       }
       ++number, left = tiles_of_piece(item);
