@@ -196,7 +196,17 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
     expect_few_tasks();
   }
   spec.num_q_heads = 16, spec.block_size = 64;
-  for (const size_t i : {0, 1}) EXPECT_STREQ(few_tasks(i).entry, nullptr);
+  const auto expect_no_few_tasks = [&] {
+    for (const size_t i : {0, 1}) EXPECT_STREQ(few_tasks(i).entry, nullptr);
+  };
+  expect_no_few_tasks();
+  spec.num_q_heads = 64;
+  expect_no_few_tasks();  // pairs of thread blocks take them
+  spec.block_size = 1;
+  expect_few_tasks();
+  spec.num_q_heads = 32;
+  expect_no_few_tasks();
+  spec.num_q_heads = 16, spec.block_size = 64;
   expect_tiles({16, 32, 64});
   spec.num_q_heads = 20;
   expect_tiles({32, 32, 64});

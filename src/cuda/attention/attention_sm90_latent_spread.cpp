@@ -2,12 +2,13 @@
 #include "cuda/attention/attention_sm90_latent_spread.h"
 
 #include "cuda/attention/attention_constants.h"
+#include "cuda/attention/attention_sm90_latent_pair.h"
 
 namespace imbrex::cuda {
 
 std::optional<Sm90LatentSpread> attention_sm90_latent_spread(std::string_view arch, const AttentionSpec& spec, bool fewest) {
-  const bool plain = has_plain_logits(spec) && !has_window(spec.mask);
-  if (!attention_sm90_latent_tiles(arch, spec) || spec.group_size() <= kTeamRows || !plain) return std::nullopt;
+  const bool plain = has_plain_logits(spec) && !has_window(spec.mask), few_rows = spec.group_size() <= kTeamRows / 2;
+  if (!attention_sm90_latent_tiles(arch, spec) || attention_sm90_latent_pair_tiles(arch, spec) || few_rows || !plain) return std::nullopt;
   // An H200 holds 66 clusters of two thread blocks, and not 32 of four. Without the form of two, that of four is the faster one for two
   // rounds of clusters.
   constexpr int kOwnDims = kLatentSpreadDims, kOneRound = 30, kTwoRounds = 62, kRoundOfTwo = 66;

@@ -16,8 +16,9 @@ struct Sm90LatentSpread {
   unsigned cluster;    // thread blocks, which take the 64 rows of a task together
   int64_t most_tasks;  // of a launch: with more of them another kernel, or form, is faster
 };
-// The form for few tasks, or that for the fewest. It takes layers of attention_sm90_latent.cu with more than 64 q heads that have plain
-// logits and no window; other layers have none, and those of other dims than 512 have one form alone.
+// The form for few tasks, or that for the fewest. It takes layers of attention_sm90_latent.cu with more than 32 q heads that have plain
+// logits and no window; other layers have none, as those of attention_sm90_latent_pair.cu, and those of other dims than 512 have one form
+// alone.
 std::optional<Sm90LatentSpread> attention_sm90_latent_spread(std::string_view arch, const AttentionSpec&, bool fewest);
 // Entry `attention_sm90_latent_spread`. Parameters and maps: those of attention_sm90_latent.cu, whose items it takes, and whose bits it
 // computes.

@@ -151,10 +151,11 @@ void Plan::name_kernels() {
 // Which kernels a graph has launches of. An idle one costs time (docs/kernels/cuda_sm90.md): so there are two only in graphs for so few
 // requests that a usual step has few tasks, though the longest requests within the limits have more.
 void Plan::choose_for_graphs(RegimePlan& s) const {
-  constexpr int kUsualPieces = 4;
+  constexpr int64_t kUsualKeys = 4096;
   const int64_t each = int64_t(spec_.num_kv_heads) * s.row_blocks, most = s.bounds.num_work * each;
+  const int64_t usual = options_.limits.max_num_tokens * each * (kUsualKeys / std::max(s.kernel.tile.least_piece, 256));
   s.usual_kernels = s.longest_kernels = s.kernels_for(most);
-  if (!options_.on_device) s.usual_kernels = s.kernels_for(std::min(options_.limits.max_num_tokens * each * kUsualPieces, most));
+  if (!options_.on_device) s.usual_kernels = s.kernels_for(std::min(usual, most));
 }
 
 void Plan::load(Specialised& s) const {

@@ -237,6 +237,7 @@ inline std::vector<Variant> variants() {
   add_tiles("spread_ragged", spec(DType::bf16, DType::bf16, 384, 384, 130, 0), {{1, 90, 0}, {1, 500, 1}}, Text::latent_spread);
   add_tiles("spread_rows", spec(DType::bf16, DType::bf16, 576, 512, 80, 1), {{1, 700, 0}, {2, 70, 1}}, Text::latent_spread).values =
       ValuePattern::rising;
+  add_tiles("spread_heads", spec(DType::bf16, DType::bf16, 576, 512, 40, 1), {{1, 700, 0}, {3, 70, 1}}, Text::latent_spread);
   add_tiles("spread_short_rows", spec(DType::f16, DType::f16, 272, 256, 72, 4), {{2, 300, 0}, {1, 600, 1}, {3, 3, 3}}, Text::latent_spread);
 
   // attention_sm90_latent_pair.cu: the same with one tile for a token; halves that are not as long, an odd number of chunks, no dims behind
