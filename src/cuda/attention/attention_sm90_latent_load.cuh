@@ -1,6 +1,6 @@
 #pragma once
 // The shared memory of attention_sm90_latent.cu, and the warps that fill it: one finds items, another one brings their queries, then their
-// keys, and between pieces of a run the sums so far, all through one ring of stages.
+// keys, and between pieces of a run the sums so far, all through one ring of stages. Rows of small pages are copied by two of them.
 #include "attention_sm90_latent_boxes.cuh"
 #include "attention_sm90_latent_parts.cuh"
 #include "each_item.cuh"
