@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cuda/attention/attention_constants.h"
+#include "cuda/attention/attention_sm90_latent_spread.h"
 #include "cuda/attention/expressions.h"
 #include "cuda/driver/tensor_map.h"
 #include "cuda/params.h"
@@ -55,7 +56,10 @@ unsigned attention_sm90_latent_cluster(const AttentionSpec& spec) {
 int64_t attention_sm90_latent_run_sums(const AttentionSpec& spec) {
   constexpr int kTeams = 2;  // warpgroups that share out the output's dims
   const int64_t each = kLatentLevels * (kTeamRows / 16) * short_node_words(spec.head_dim_v / kTeams);
-  const int64_t of_spread = (kLatentPairLevels + 1) * run_node_floats(2 * kLatentSpreadDims);  // which runs in the same memory
+  // attention_sm90_latent_spread.cu has its nodes in the same memory: with more dims than registers hold twice, those of all levels.
+  const auto spread = attention_sm90_latent_spread("sm_90a", spec, false);
+  const int levels = spread && spread->own_dims > kLatentSpreadDims ? kLatentPairLevels + 1 : kLatentPairLevels;
+  const int64_t of_spread = spread ? levels * run_node_floats(spread->own_dims) : 0;
   return kTeams * std::max(each, of_spread);
 }
 

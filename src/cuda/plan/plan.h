@@ -80,16 +80,16 @@ class Plan final : public StepPlan {
     bool mapless_joins = false;                               // joins_pieces of without_maps
     size_t arrivals = 0;                                      // where the regime's counters of pieces begin, in counters_
 
-    // The kernels of a launch are few_tasks[i], or these.
+    // Which kernels a launch has: few_tasks[i] for i from 0 on, or, with this number, `kernels`.
     static constexpr int kManyTasks = -1;
     int usual_kernels = kManyTasks, longest_kernels = kManyTasks;               // of a graph: for its usual steps, and for its longest ones
     bool chooses_in_graph() const { return usual_kernels != longest_kernels; }  // when it is replayed
 
-    bool run(int i, int64_t tasks) const { return i == kManyTasks || tasks <= few_tasks_kernels[size_t(i)].most_tasks; }
+    bool takes(int i, int64_t tasks) const { return i == kManyTasks || tasks <= few_tasks_kernels[size_t(i)].most_tasks; }
     int kernels_for(int64_t tasks) const {
       int fastest = kManyTasks;
       for (size_t i = 0; i < few_tasks_kernels.size(); ++i)
-        if (few_tasks_kernels[i].entry != nullptr && run(int(i), tasks)) fastest = int(i);
+        if (few_tasks_kernels[i].entry != nullptr && takes(int(i), tasks)) fastest = int(i);
       return fastest;
     }
     ByOutput& at(int i) const { return i == kManyTasks ? kernels : few_tasks[size_t(i)]; }

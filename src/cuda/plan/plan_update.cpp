@@ -223,7 +223,7 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
               .heads_together = heads_together(batch, s.policy, s.l2_keys, spec_.num_kv_heads)};
     *m.put(s.counts, 1) = counts;
     if (!s.chooses_in_graph()) continue;
-    const bool usual = s.run(s.usual_kernels, int64_t(counts.num_work) * spec_.num_kv_heads * s.row_blocks);
+    const bool usual = s.takes(s.usual_kernels, int64_t(counts.num_work) * spec_.num_kv_heads * s.row_blocks);
     PlanCounts none = counts;
     none.num_work = 0;
     *m.put(s.of_longest, 1) = usual ? none : counts, *m.put(s.of_usual, 1) = usual ? counts : none;
