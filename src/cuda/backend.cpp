@@ -18,6 +18,7 @@
 #include "cuda/attention/attention_sm90_fp8.h"
 #include "cuda/attention/attention_sm90_latent.h"
 #include "cuda/attention/attention_sm90_latent_decode.h"
+#include "cuda/attention/attention_sm90_latent_decode_spread.h"
 #include "cuda/attention/attention_sm90_latent_pair.h"
 #include "cuda/attention/attention_sm90_latent_spread.h"
 #include "cuda/attention/attention_sm90_verify.h"
@@ -277,20 +278,24 @@ KernelKey flat_attention(std::string_view arch, const AttentionSpec& spec, Regim
   return sm90_prefill(spec).flat_key(arch, spec, out);
 }
 
-// Where there are few tasks: latents of many rows alone.
+// Where there are few tasks: latents alone.
 template <bool fewest>
-RegimeKernel few_tasks_kernel(std::string_view arch, const AttentionSpec& spec, Regime) {
-  const auto spread = attention_sm90_latent_spread(arch, spec, fewest);
-  if (!spread) return {};
-  return {.entry = "attention_sm90_latent_spread",
+RegimeKernel few_tasks_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
+  const auto few = attention_sm90_latent_decode_tiles(arch, spec, regime);
+  const auto form =
+      few ? attention_sm90_latent_decode_spread(arch, spec, regime, fewest) : attention_sm90_latent_spread(arch, spec, fewest);
+  if (!form) return {};
+  return {.entry = few ? "attention_sm90_latent_decode_spread" : "attention_sm90_latent_spread",
           .threads = kSm90LatentSpreadThreads,
-          .cluster = spread->cluster,
-          .most_tasks = spread->most_tasks,
-          .maps = attention_sm90_latent_maps};
+          .cluster = form->cluster,
+          .most_tasks = form->most_tasks,
+          .maps = few ? attention_sm90_latent_decode_maps(*few) : attention_sm90_latent_maps};
 }
 
 template <bool fewest>
-KernelKey few_tasks_attention(std::string_view arch, const AttentionSpec& spec, Regime, DType out) {
+KernelKey few_tasks_attention(std::string_view arch, const AttentionSpec& spec, Regime regime, DType out) {
+  if (const auto few = attention_sm90_latent_decode_tiles(arch, spec, regime))
+    return attention_sm90_latent_decode_spread_key(arch, spec, out, *few, *attention_sm90_latent_decode_spread(arch, spec, regime, fewest));
   return attention_sm90_latent_spread_key(arch, spec, out, *attention_sm90_latent_spread(arch, spec, fewest));
 }
 

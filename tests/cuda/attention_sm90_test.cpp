@@ -199,13 +199,25 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
   const auto expect_no_few_tasks = [&] {
     for (const size_t i : {0, 1}) EXPECT_STREQ(few_tasks(i).entry, nullptr);
   };
+  const auto expect_few_rows_and_tasks = [&] {
+    expect_few_tasks();
+    for (const size_t i : {0, 1}) EXPECT_STREQ(few_tasks(i).entry, "attention_sm90_latent_decode_spread");
+  };
+  expect_few_rows_and_tasks();
+  spec.kv_dtype = DType::fp8_e4m3;  // whose tiles no thread blocks share
   expect_no_few_tasks();
-  spec.num_q_heads = 64;
+  spec.kv_dtype = DType::bf16, spec.mask.window_left = 127;
+  expect_no_few_tasks();
+  spec.mask.window_left = -1, spec.num_q_heads = 64;
   expect_no_few_tasks();  // pairs of thread blocks take them
   spec.block_size = 1;
   expect_few_tasks();
   spec.num_q_heads = 32;
-  expect_no_few_tasks();
+  expect_few_rows_and_tasks();
+  spec.head_dim_qk = 320, spec.head_dim_v = 256;  // one form, of two thread blocks
+  EXPECT_STREQ(few_tasks(0).entry, nullptr);
+  EXPECT_EQ(few_tasks(1).cluster, 2u);
+  spec.head_dim_qk = 576, spec.head_dim_v = 512;
   spec.num_q_heads = 16, spec.block_size = 64;
   expect_tiles({16, 32, 64});
   spec.num_q_heads = 20;

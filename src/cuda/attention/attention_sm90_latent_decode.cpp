@@ -74,8 +74,10 @@ int64_t attention_sm90_latent_decode_run_sums(const AttentionSpec& spec, const S
 
 KernelKey attention_sm90_latent_decode_key(std::string_view arch, const AttentionSpec& spec, DType out, const Sm90LatentDecodeTiles& tiles,
                                            bool maps) {
-  return latent_kernel_key("attention_sm90_latent_decode.cu", arch, spec, out, tiles.rows, tiles.keys, tiles.stages, maps,
-                           attention_sm90_latent_decode_width(spec));
+  KernelKey key = latent_kernel_key("attention_sm90_latent_decode.cu", arch, spec, out, tiles.rows, tiles.keys, tiles.stages, maps,
+                                    attention_sm90_latent_decode_width(spec));
+  key.config.push_back({"kOwnDims", spec.head_dim_v});
+  return key;
 }
 
 MakeMaps* attention_sm90_latent_decode_maps(const Sm90LatentDecodeTiles& tiles) {

@@ -16,9 +16,9 @@ namespace imbrex::cuda {
 constexpr int kComputeRegisters = 232, kLoadRegisters = 40, kLaunchRegisters = 65536 / kThreads / 8 * 8;
 static_assert(128 * (kTeams * kComputeRegisters + kLoadRegisters) <= kThreads * kLaunchRegisters);
 
-// Log2 units that a row's maximum may outgrow what it was when it became the reference, and that it weighs then. Weights of f16 make use of
-// that type's range, where scales of keys do not need it.
-constexpr float kSlack = 8.f, kFresh = kBytes && !kDsMla ? 6.f : 0.f;
+// Log2 units that a row's maximum weighs when it becomes the reference. Weights of f16 make use of that type's range, where scales of keys
+// do not need it.
+constexpr float kFresh = kBytes && !kDsMla ? 6.f : 0.f;
 constexpr int kWeightType = kBytes ? int(kF16) : kQType;
 
 class Consumer {
@@ -72,7 +72,12 @@ class Consumer {
       } else {
         compute_scores(s[0], last);
       }
-      if (!kPlainLogits || !whole) modify(item, tile, !whole, s);
+      if (!kPlainLogits || !whole) {
+        int key[kKeys];
+#pragma unroll
+        for (int h = 0; h < kKeys; ++h) key[h] = tile * kTileKeys + this->key(h);
+        modify(p_, item, key, !whole, s);
+      }
       if constexpr (kBytes) {
         if (!exists) {
 #pragma unroll
@@ -87,8 +92,10 @@ class Consumer {
       } else {
         if (!whole) clear_values(first, lo, hi);
         weigh(begins, s, scales, piece);
-        if (ends) leave_sums(piece);
-        add_values(first, begins, piece);
+        add_values(first, begins, piece, [&] {
+          sum_ += sum_of_own_column(s[0]);
+          if (ends) leave_own_sum();
+        });
       }
       left -= together;
       if (!ends) continue;
@@ -97,7 +104,7 @@ class Consumer {
       tree.add(piece);
       left = piece_tiles;
     }
-    tree.end(p_, item, piece, team_, warp_);
+    tree.end(p_, item, piece, (team_ * 4 + warp_) * (kBytes ? 16 * kBlocksEach : 16));
   }
 
   // Bytes: where weights are now; the other team may still read those before.
@@ -151,32 +158,6 @@ class Consumer {
     }
   }
 
-  // Scores become logits, in log2 units if they are not plain; -infinity where a row does not see the key.
-  DEVICE void modify(const Item& item, int tile, bool hides, Scores& s) const {
-#pragma unroll
-    for (int i = 0; i < kKeys * kColumns; ++i) {
-      const int h = i / kColumns, k = i % kColumns, key = tile * kTileKeys + this->key(h);
-      float& x = s[h][k];
-      const int row = min(row_of_column(k), item.num_rows - 1), position = item.position_of(row), bit = key - item.first_bit;
-      if constexpr (!kPlainLogits) {
-        const RowTerms terms = row_terms(p_, item.head_of(row), logit_scale(p_, item.kv_head));
-        int distance = key - position;
-        if (kTree && hides && bit >= 0) distance = depth_to(item.word_of(p_, row), min(bit, kMostTreeTokens - 1));
-        x = modified(p_, terms, x, distance);
-        if constexpr (kFactorLeft) x *= factor_of(p_, terms);
-      }
-      if (!hides) continue;
-      const KeyRange seen = kTree ? seen_by(p_, item, row) : visible_keys(p_, position);
-      bool sees = key >= max(seen.lo, item.lo) && key < min(seen.hi, item.hi);
-      if constexpr (kTree) sees = sees && shows(item.word_of(p_, row), bit);
-      if constexpr (kCustomMask) {
-        const long query = item.query_index + (item.row_begin + row) / kGroup;
-        if (sees) sees = custom_shows(p_, p_.custom_start[item.request] + query * item.seq_len + key);
-      }
-      if (!sees) x = -infinity();
-    }
-  }
-
   // Values of keys outside of [lo, hi) may be anything, and zero times NaN is NaN. All threads clear them.
   DEVICE void clear_values(Ring<kStages> stage, int lo, int hi) const {
     constexpr int kUnits = kGroupChunks * 8;  // of 16 bytes, of a key in a stage
@@ -192,10 +173,10 @@ class Consumer {
     async_proxy_fence();
   }
 
-  // Scores become weights, in shared memory. Most tiles do not move a reference: so weights relative to the one that is there are computed
-  // at once, and anew where a row's maximum has outgrown it. Those of bytes are f16, or bf16 where the scales of keys want that: then it
-  // returns true.
-  DEVICE bool weigh(bool begins, const Scores& s, const Scales& scales, Sums& piece) {
+  // Scores become weights, in shared memory, and of 16 bits in `s` too. Most tiles do not move a reference: so weights relative to the one
+  // that is there are computed at once, and anew where a row's maximum has outgrown it. Those of bytes are f16, or bf16 where the scales of
+  // keys want that: then it returns true.
+  DEVICE bool weigh(bool begins, Scores& s, const Scales& scales, Sums& piece) {
     const float scale = scale_;
     const bool fit = !kDsMla || (fits_f16(scales[0]) && fits_f16(scales[kKeys - 1]));
     if (!begins) {
@@ -208,14 +189,17 @@ class Consumer {
         for (int k = 0; k < kColumns; ++k) {
           again |= s[h][k] * scale > piece.reference[k] + (kSlack + kFresh);
           weights[h][k] = exp2_approx(fmaf(s[h][k], scale, -piece.reference[k]));
-          sum[k] = h == 0 ? weights[h][k] : sum[k] + weights[h][k];
+          if (kBytes) sum[k] = h == 0 ? weights[h][k] : sum[k] + weights[h][k];
         }
       }
       put_weights<kWeightType>(weights, scales);
       if constexpr (!kBytes) async_proxy_fence();
       if (!named_barrier_any(1, 128 * kTeams, again)) {
 #pragma unroll
-        for (int k = 0; k < kColumns; ++k) piece.sum[k] += sum[k];
+        for (int k = 0; k < kColumns; ++k) {
+          if (kBytes) piece.sum[k] += sum[k];
+          if (!kBytes) s[0][k] = weights[0][k];
+        }
         return false;
       }
     }
@@ -239,14 +223,20 @@ class Consumer {
       const float top = fmaxf(fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)), fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w)));
       move_reference(piece.reference[k], top * scale, kSlack + kFresh, kFresh, factor[k]);
     }
-    if (!begins) piece.rescale(factor);
+    if (begins) {
+      sum_ = 0.f;
+    } else {
+      piece.rescale(factor);
+      if (!kBytes) sum_ *= of_own_column(factor);
+      wgmma_pin(sum_);  // or the sum of the next weights may be fused with the product, or not
+    }
     Scores weights;
 #pragma unroll
     for (int h = 0; h < kKeys; ++h) {
 #pragma unroll
       for (int k = 0; k < kColumns; ++k) {
         weights[h][k] = exp2_approx(fmaf(s[h][k], scale, -piece.reference[k]));
-        piece.sum[k] += weights[h][k];
+        if (kBytes) piece.sum[k] += weights[h][k];
       }
     }
     if (wide) {
@@ -254,7 +244,11 @@ class Consumer {
     } else {
       put_weights<kWeightType>(weights, scales);
     }
-    if constexpr (!kBytes) async_proxy_fence();
+    if constexpr (!kBytes) {
+#pragma unroll
+      for (int k = 0; k < kColumns; ++k) s[0][k] = weights[0][k];
+      async_proxy_fence();
+    }
     meet();
     return wide;
   }
@@ -277,8 +271,10 @@ class Consumer {
     if constexpr (kDsMla) put_scales<type>(shared_.scales[turn() + team_], warp_, scales);
   }
 
-  // Multiplies the values of a tile, whose first group of chunks is in stage `first`, by its weights, and leaves the tile's stages.
-  DEVICE void add_values(const Ring<kStages>& first, bool begins, Sums& piece) {
+  // Multiplies the values of a tile, whose first group of chunks is in stage `first`, by its weights, and leaves the tile's stages. Does
+  // `meanwhile` while they are multiplied.
+  template <class Verb>
+  DEVICE void add_values(const Ring<kStages>& first, bool begins, Sums& piece, const Verb& meanwhile) {
     const u32 weights = lines_at(shared_address(shared_.weights));
     u32 groups[kGroups];
     Ring<kStages> stage = first;
@@ -295,6 +291,7 @@ class Consumer {
                                                        !begins || step > 0);
       wgmma_commit();
     }
+    meanwhile();
     leave_groups();
 #pragma unroll
     for (Column& block : piece.out) pin(block);
@@ -385,15 +382,17 @@ class Consumer {
     }
     report(shared_.sums_full);
   }
+  // The same where a lane has the sum of its own column.
+  DEVICE void leave_own_sum() {
+    const int lane = this->lane();
+    if (lane < 4 * kColumns) shared_.sums_of_warps[row_of_column(lane / 4)][team_ * 4 + warp_] = sum_;
+    report(shared_.sums_full);
+  }
   DEVICE void take_sums(Sums& piece) {
     mbarrier_wait(shared_address(&shared_.sums_full), turns_ >> 1 & 1);
     turns_ ^= 2;
 #pragma unroll
-    for (int k = 0; k < kColumns; ++k) {
-      float4 low, high;
-      take_of_warps(shared_.sums_of_warps[row_of_column(k)], low, high);
-      piece.sum[k] = low.x + low.y + (low.z + low.w) + (high.x + high.y + (high.z + high.w));
-    }
+    for (int k = 0; k < kColumns; ++k) piece.sum[k] = sum_of_parts(shared_.sums_of_warps[row_of_column(k)]);
   }
 
   const AttentionParams& p_;
@@ -404,6 +403,7 @@ class Consumer {
   u32 q_ = 0;          // bytes: query_lines()
   float up_ = 1.f;     // fp8_ds_mla: what scales for the group of take_scales() are multiplied by in the piece, a power of two
   float scale_ = 1.f;  // of what modify() leaves, to log2 units
+  float sum_ = 0.f;    // 16 bits: of a piece's weights of the warp's keys, in the lane's own column
 };
 
 extern __shared__ __align__(1024) char memory[];

@@ -4,6 +4,7 @@
 // too. No tile of 16-bit numbers is ever written.
 //
 // Records of fp8_ds_mla are not multiplied by their scales: sums of scores are, and weights.
+#include "attention_sm90_latent_decode_load.cuh"
 #include "attention_sm90_latent_decode_sums.cuh"
 #include "widen.cuh"
 
@@ -112,11 +113,6 @@ DEVICE void load_words(u32 from, u32 (&x)[4]) {
 
 // Whether a scale, relative to a power of two, leaves weights of f16 as exact as those of bf16: they are up to 2^kSlack there.
 DEVICE bool fits_f16(float scale) { return scale == 0.f || (fabsf(scale) >= 0x1p-6f && fabsf(scale) <= 0x1p7f); }
-
-template <int type>
-DEVICE u32 pack_16(float low, float high) {
-  return type == kBf16 ? pack_bf16(low, high) : pack_f16(low, high);
-}
 
 // Of a power of two.
 DEVICE float reciprocal_of_power(float x) { return float_of((254u << 23) - bits_of(x)); }

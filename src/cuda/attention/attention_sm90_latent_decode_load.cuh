@@ -3,21 +3,19 @@
 // into a ring of stages: of 16 bits a third of a tile to a stage, through a warp for each; of bytes a whole tile, as it lies in memory.
 #include "attention/ds_mla.h"
 #include "attention_sm90_latent_boxes.cuh"
-#include "attention_sm90_latent_mask.cuh"
+#include "attention_sm90_latent_decode_parts.cuh"
 #include "each_item.cuh"
 
 namespace imbrex::cuda {
 
-constexpr int kTeams = 2, kConsumerWarps = 4 * kTeams;  // warpgroups that compute, and their warps
-static_assert(kValuesInKeys && kCrews == 1 && kTileKeys == 64 && (kTileRows == 16 || kTileRows == 32));
+static_assert(kTeams == 2);
+constexpr int kConsumerWarps = 4 * kTeams;  // of warpgroups that compute
 
-// Queries, and keys of 16 bits, lie in chunks of 64 dims: lines of 128 bytes, as TMA's swizzle puts them. A stage of the ring holds a group
-// of chunks of keys, so that a tile's first ones are free while its last are still multiplied.
-constexpr int kChunks = (kHeadDimQk + 63) / 64, kGroupChunks = 3, kGroups = (kChunks + kGroupChunks - 1) / kGroupChunks;
+// A stage of the ring holds a group of chunks of keys, so that a tile's first ones are free while its last are still multiplied.
+constexpr int kGroupChunks = 3, kGroups = (kChunks + kGroupChunks - 1) / kGroupChunks;
 constexpr int group_chunks(int group) {
   return kChunks - group * kGroupChunks < kGroupChunks ? kChunks - group * kGroupChunks : kGroupChunks;
 }
-constexpr int kQChunkBytes = kTileRows * 128;
 
 // Bytes: e4m3, or records with scales for groups of dims. A key's lie in a row of an odd number of units of 16 bytes: so the units that
 // eight neighbouring keys have at the same dims are in different banks. The last one may have nothing.
@@ -43,7 +41,7 @@ struct SharedStorage {
   float4 scores[kTeams][kTileRows / 16][kBytes ? 1 : 128];               // 16 bits: that a team leaves to the other one
   // fp8_ds_mla: of the keys of each team's tile, for groups of dims; in turns.
   alignas(16) u16 scales[2 * kTeams][kDsMlaGroups][kDsMla ? kTileKeys : 1];
-  alignas(16) float tops_of_warps[kTileRows][kConsumerWarps], sums_of_warps[kTileRows][kConsumerWarps];  // what each warp has of a row
+  alignas(16) float tops_of_warps[kTileRows][kConsumerWarps], sums_of_warps[kTileRows][kConsumerWarps];  // Parts
   float q_factor[kTileRows];  // bytes: what a row's queries have to be multiplied by
   Item item[kItemSlots];      // none: kNoItem rows, and none will come
   u64 full[kStages], empty[kStages], q_full, q_empty, sums_full, item_full[kItemSlots], item_empty[kItemSlots], item_wanted;
@@ -65,34 +63,6 @@ DEVICE void begin_barriers(SharedStorage& shared) {
     mbarrier_init(shared_address(&shared.item_empty[i]), kConsumerWarps + kLoadWarps);
   }
   mbarrier_fence_init();
-}
-
-// A box of queries, and how many of an item's rows are written whatever the item is.
-constexpr int kBoxHeads = kGroup < kTileRows ? kGroup : kTileRows, kBoxTokens = kTileRows / kBoxHeads;
-constexpr int kWrittenRows = kMaps ? kBoxHeads * kBoxTokens : 0;
-
-// Queries that no load writes are zeros: scores of anything else would outgrow their references again and again. By all threads.
-DEVICE void clear_queries(SharedStorage& shared) {
-  if constexpr (kWrittenRows < kTileRows) {
-    const u32 to = shared_address(shared.q);
-    for (int i = int(threadIdx.x) * 16; i < int(sizeof(shared.q)); i += kThreads * 16) store_shared(to + i, uint4{0, 0, 0, 0});
-    async_proxy_fence();
-  }
-}
-
-// Loads the queries of an item.
-DEVICE void load_queries(const AttentionParams& p, const TensorMap& q_map, const Item& item, SharedStorage& shared) {
-  const u32 to = shared_address(shared.q), full = shared_address(&shared.q_full);
-  if constexpr (kMaps) {
-    if (!elect_one()) return;
-    mbarrier_arrive_expect(full, u32(kChunks) * (kWrittenRows * 128));
-    for (int c = 0; c < kChunks; ++c)
-      tma_load(to + c * kQChunkBytes, q_map, full, l2_first_out(), c * 64, item.head_of(0), item.token_of(0));
-  } else {
-    copy_queries(p, item, 0, kChunks * 8, kQChunkBytes, to);
-    async_proxy_fence();
-    mbarrier_arrive(full);
-  }
 }
 
 // --- keys of 16 bits

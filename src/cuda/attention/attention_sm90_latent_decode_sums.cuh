@@ -1,28 +1,21 @@
 #pragma once
-// The sums of attention_sm90_latent_decode.cu. Products have dims for rows there, and rows of the item for columns: the output is
-// transposed.
-#include "attention_sm90_latent_decode_load.cuh"
+// The sums of attention_sm90_latent_decode.cu and attention_sm90_latent_decode_spread.cu. Products have dims for rows there, and rows of
+// the item for columns: the output is transposed.
+#include "attention_sm90_latent_decode_parts.cuh"
 #include "finish.cuh"
 #include "row_sums.cuh"
-#include "wgmma.cuh"
 
 namespace imbrex::cuda {
 
-// A thread has, of each block of dims that its team computes, two dims of kColumns rows: columns 2 t and 2 t + 1 of each eight, with
-// t = lane_id() % 4. A team's blocks of 16 bits are every second 64 dims; a warp has 16 of each. Where the cache has bytes, its dims are
-// neighbours.
-constexpr int kColumns = kTileRows / 4, kBlocksEach = kHeadDimV / 64 / kTeams;
-using Column = float[kTileRows / 2];  // Fragment of wgmma: of a block, all that a thread has
-DEVICE int row_of_column(int column) { return column / 2 * 8 + first_column() + column % 2; }
-// Of lines of 128 bytes, the lower half of a descriptor, and the descriptor of those so many bytes further on. Descriptors of neighbouring
-// products differ by a sum alone, so that the next one is there in time.
-DEVICE u32 lines_at(u32 address) { return u32(wgmma_descriptor(address, 16, 1024, 1)); }
-DEVICE u64 descriptor(u32 lines, int bytes) { return wgmma_descriptor(0, 0, 1024, 1) | u32(lines + bytes / 16); }
-// What a thread has of a column, of dim g (h = 0) and g + 8 (h = 1) of its warp's 16, with g = lane_id() / 4.
-template <class T, int n>
-DEVICE T& of_column(T (&x)[n], int column, int h) {
-  return at(x, column / 2, h, column % 2);
-}
+// A team's blocks are each 64 dims, every second one where there are two teams; a warp has 16 of each. Where the cache has bytes, its dims
+// are neighbours.
+constexpr int kBlocksEach = kOwnDims / 64 / kTeams;
+constexpr bool kNeighbours = kKvType != kQType;
+constexpr int kBetweenBlocks = kNeighbours ? 16 : 64 * kTeams;
+
+// What each warp has of a row's maximum or sum in a tile: eight or sixteen of its keys.
+constexpr int kParts = 8;
+using Parts = float[kParts];
 
 // Over the eight keys of a warp and team: what lanes of the same columns have.
 DEVICE float max_of_keys(float x) {
@@ -35,9 +28,38 @@ DEVICE float sum_of_keys(float x) {
   for (int lanes = 4; lanes < 32; lanes *= 2) x += shuffle_xor(x, lanes);
   return x;
 }
-DEVICE void take_of_warps(const float (&of_row)[kConsumerWarps], float4& low, float4& high) {
+// What a warp's lanes have of the lane's own column, number lane / 4 modulo kColumns, joined by `joined`.
+template <class Joined>
+DEVICE float of_own_column(float (&x)[kColumns], const Joined& joined) {
+  const int lane = computed_here(lane_id());
+#pragma unroll
+  for (int half = kColumns / 2; half > 0; half /= 2) {
+    const bool upper = (lane & 4 * half) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float kept = upper ? x[i + half] : x[i], given = upper ? x[i] : x[i + half];
+      x[i] = joined(kept, shuffle_xor(given, 4 * half));
+    }
+  }
+#pragma unroll
+  for (int lanes = 4 * kColumns; lanes < 32; lanes *= 2) x[0] = joined(x[0], shuffle_xor(x[0], lanes));
+  return x[0];
+}
+DEVICE float sum_of_own_column(float (&x)[kColumns]) {
+  return of_own_column(x, [](float a, float b) { return a + b; });
+}
+DEVICE float max_of_own_column(float (&x)[kColumns]) {
+  return of_own_column(x, [](float a, float b) { return fmaxf(a, b); });
+}
+DEVICE void take_of_warps(const Parts& of_row, float4& low, float4& high) {
   const float4* const from = reinterpret_cast<const float4*>(of_row);
   low = from[0], high = from[1];
+}
+
+DEVICE float sum_of_parts(const Parts& of_row) {
+  float4 low, high;
+  take_of_warps(of_row, low, high);
+  return low.x + low.y + (low.z + low.w) + (high.x + high.y + (high.z + high.w));
 }
 
 // Sums over keys, relative to a reference for each row.
@@ -121,7 +143,7 @@ class StoredSums {
  public:
   DEVICE StoredSums(const AttentionParams& p, int level)
       : at_(reinterpret_cast<float4*>(p.run_sums) + (long(blockIdx.x) * kStoredLevels + level) * (kFours * kTeamThreads) +
-            computed_here(int(threadIdx.x))) {}
+            computed_here(int(threadIdx.x)) % kTeamThreads) {}
 
   DEVICE void put(const Node& node) const {
     *reinterpret_cast<float2*>(at_) = {node.reference, node.sum};
@@ -167,8 +189,8 @@ class StoredSums {
 
  private:
   static constexpr int kTeamThreads = 128 * kTeams, kTiles = kTilesOf<Column>, kStateFours = kColumns / 2, kOutFours = kBlocksEach * kTiles;
-  static constexpr int kFours = latent_decode_node_floats(kHeadDimV, kTileRows) / (4 * kTeamThreads);
-  static_assert(kFours == kStateFours + kOutFours);
+  static constexpr int kFours = kStateFours + kOutFours;
+  static_assert(kFours * kTeamThreads * 4 <= latent_decode_node_floats(kHeadDimV, kTileRows));
 
   DEVICE void put(const Column (&out)[kBlocksEach]) const {
 #pragma unroll
@@ -182,39 +204,45 @@ class StoredSums {
   float4* at_;
 };
 
-// The end of an item, by warp `warp` of a team. Each thread stores two neighbouring dims. Those of bytes it has; others two lanes exchange.
-// The item is read from shared memory in front of the first store, and not again behind each.
+// The end of an item, by a warp whose dims begin at `first_dim`. Each thread stores two neighbouring dims. Those of bytes it has; others
+// two lanes exchange. The item is read from shared memory in front of the first store, and not again behind each.
 template <class NodeOrSums>
-DEVICE void store_sums(const AttentionParams& p, const Item& item, const NodeOrSums& sums, int team, int warp) {
+DEVICE void store_sums(const AttentionParams& p, const Item& item, const NodeOrSums& sums, int first_dim) {
   const int lane = lane_id(), g = lane / 4, odd = g % 2;
-  constexpr int kBetween = kBytes ? 16 : 64 * kTeams;  // dims from one block to the next
-  const int dim = (team * 4 + warp) * (kBytes ? 16 * kBlocksEach : 16) + (kBytes ? 2 * g : odd != 0 ? g + 7 : g);
-  const bool first = team == 0 && warp == 0 && lane < 4, wide = out_is_wide(p);
+  const int dim = first_dim + (kNeighbours ? 2 * g : odd != 0 ? g + 7 : g);
+  const bool first = first_dim == 0 && lane < 4;
   const Item own = item;
+  // Calls `verb` for each of the rows, with what it is relative to, its sum, and pairs of dims.
+  const auto each_row = [&](const auto& verb) {
 #pragma unroll
-  for (int k = 0; k < kColumns; ++k) {
-    const int row = row_of_column(k);
-    const bool exists = row < own.num_rows;
-    const float reference = reference_of(sums, k), sum = sum_of(sums, k);
-    float2 pairs[kBlocksEach];
+    for (int k = 0; k < kColumns; ++k) {
+      const float reference = reference_of(sums, k), sum = sum_of(sums, k);
+      float2 pairs[kBlocksEach];
 #pragma unroll
-    for (int b = 0; b < kBlocksEach; ++b) {
-      const float low = of_column(sums.out[b], k, 0), high = of_column(sums.out[b], k, 1);
-      if constexpr (kBytes) {
-        pairs[b] = {low, high};
-      } else {
-        const float got = shuffle_xor(odd != 0 ? low : high, 4);
-        pairs[b] = odd != 0 ? float2{got, high} : float2{low, got};
+      for (int b = 0; b < kBlocksEach; ++b) {
+        const float low = of_column(sums.out[b], k, 0), high = of_column(sums.out[b], k, 1);
+        if constexpr (kNeighbours) {
+          pairs[b] = {low, high};
+        } else {
+          const float got = shuffle_xor(odd != 0 ? low : high, 4);
+          pairs[b] = odd != 0 ? float2{got, high} : float2{low, got};
+        }
       }
+      const int row = row_of_column(k);
+      if (row < own.num_rows) verb(row, reference, sum, pairs);
     }
-    if (!exists) continue;
-    if (own.partial >= 0) {
+  };
+  if (own.partial >= 0) {
+    each_row([&](int row, float reference, float sum, const float2(&pairs)[kBlocksEach]) {
       const long at = partial_row(p, own, row);
       if (first) reinterpret_cast<float2*>(p.partial_state)[at] = {reference, sum};
       float* const to = p.partial_out + at * kHeadDimV + dim;
 #pragma unroll
-      for (int b = 0; b < kBlocksEach; ++b) *reinterpret_cast<float2*>(to + b * kBetween) = pairs[b];
-    } else {
+      for (int b = 0; b < kBlocksEach; ++b) *reinterpret_cast<float2*>(to + b * kBetweenBlocks) = pairs[b];
+    });
+  } else {
+    const bool wide = out_is_wide(p);
+    each_row([&](int row, float reference, float sum, const float2(&pairs)[kBlocksEach]) {
       const int token = own.token_of(row), head = own.head_of(row);
       const RowEnd end = row_end(p, head, reference, sum);
       const float factor = end.factor * kv_scale(p.v, own.kv_head);
@@ -222,8 +250,8 @@ DEVICE void store_sums(const AttentionParams& p, const Item& item, const NodeOrS
       char* const to = out_row(p, token, head) + dim * element_bytes(kOutType);
 #pragma unroll
       for (int b = 0; b < kBlocksEach; ++b)
-        store_pair(to + b * kBetween * element_bytes(kOutType), wide, {ended(pairs[b].x, factor), ended(pairs[b].y, factor)});
-    }
+        store_pair(to + b * kBetweenBlocks * element_bytes(kOutType), wide, {ended(pairs[b].x, factor), ended(pairs[b].y, factor)});
+    });
   }
 }
 
@@ -255,23 +283,23 @@ class Tree {
     }
   }
   // Stores what all pieces are together, of which `piece` is the last one.
-  DEVICE void end(const AttentionParams& p, const Item& item, Sums& piece, int team, int warp) {
+  DEVICE void end(const AttentionParams& p, const Item& item, Sums& piece, int first_dim) {
     if constexpr (kInRegisters == 0) {
-      end_with(p, item, piece, team, warp);
+      end_with(p, item, piece, first_dim);
     } else {
 #pragma unroll
       for (int level = 0; level + 1 < kInRegisters; ++level) join(nodes_[level + 1], nodes_[level]);
-      end_with(p, item, nodes_[kLast], team, warp);
+      end_with(p, item, nodes_[kLast], first_dim);
     }
   }
 
  private:
   template <class NodeOrSums>
-  DEVICE void end_with(const AttentionParams& p, const Item& item, NodeOrSums& all, int team, int warp) const {
+  DEVICE void end_with(const AttentionParams& p, const Item& item, NodeOrSums& all, int first_dim) const {
 #pragma unroll 1
     for (int level = kInRegisters; level < kLevels; ++level)
       if (nodes_in(level, pieces_ - 1) > 0) StoredSums(p, level - kInRegisters).fold_into(all);
-    store_sums(p, item, all, team, warp);
+    store_sums(p, item, all, first_dim);
   }
   // Complete nodes become a part of those above them.
   DEVICE void move_up(const AttentionParams& p) {

@@ -4,7 +4,7 @@
 // It computes the items of attention_sm90_latent.cu, and the same bits, with all thread blocks of a cluster for 64 rows. A block has some
 // dims of the output, 128 or 256, for which it needs the weights of all keys; and it makes the weights of two tiles of each step, for all
 // blocks. So the blocks tell each other the maxima of their tiles, then their weights. One warpgroup computes scores and weights, and keeps
-// the queries in registers; one multiplies values; of the third each warp has an errand of its own. The scores of a step are computed while
+// the queries in registers; one multiplies values; of the third three warps have an errand each. The scores of a step are computed while
 // the values of the step before are multiplied. docs/kernels/cuda_sm90_latent.md has the measurements.
 #include "attention_sm90_latent_spread_scores.cuh"
 #include "attention_sm90_tree.cuh"
@@ -56,6 +56,9 @@ class Multiplier {
   }
 
   DEVICE void run_step(const Item& item, const Step& step, Sums& piece) {
+    if (warp_ == 0 && lane_ < step.parts() && lane_ != rank_)
+      mbarrier_arrive_expect(shared_address(&shared_.handed_full[step_.at][lane_]), sizeof shared_.handed[0][0]);
+    __syncwarp();
     mbarrier_wait(shared_address(&shared_.noted[step_.at]), step_.parity);
     const u32 counts = step.begins ? ~1u : ~0u;  // sums do not come to what a piece begins with
     u32 moved = 0;                               // in any warp
@@ -82,9 +85,9 @@ class Multiplier {
     int before = 0;  // the stage before
 #pragma unroll 1
     for (int part = 0; part < step.parts(); ++part) {
-      const Handed& handed = shared_.handed[step_.at][part];
+      const Handed(&handed)[kTileRows / 8] = shared_.handed[step_.at][part];
       const u32 values_at = shared_address(shared_.values[stage_.at]);
-      const u32 values = tile_at(values_at, kPairBytes), weights = tile_at(shared_address(handed.weights), 16);
+      const u32 values = tile_at(values_at, kPairBytes), weights = tile_at(shared_address(handed), 16);
       const int tiles = step.tiles_of(part), first = step.first + part * kTilesEach, bit = step_.at * kBlocksTogether + part;
       wait_for_values();
       mbarrier_wait(shared_address(&shared_.handed_full[step_.at][part]), parities_ >> bit & 1);
@@ -101,7 +104,7 @@ class Multiplier {
 #pragma unroll 1
       for (int tile = 0; tile < tiles; ++tile) {
         const int number = part * kTilesEach + tile;
-        const float2 total = handed.totals[tile][warp_][lane_];
+        const float2 total = handed[2 * warp_ + tile].totals[lane_];
         if ((moved >> number & 1) != 0) {
           finish<0>(piece.out);
 #pragma unroll
@@ -112,7 +115,8 @@ class Multiplier {
           }
         }
         piece.sum[0] += total.x, piece.sum[1] += total.y;
-        multiply<1>(piece.out, weights + tile * kWeightBytes / 16, values + tile * kChunkBytes / 16, step.begins && number == 0);
+        multiply<1>(piece.out, weights + tile * (kTileKeys / 16) * kPartBytes / 16, values + tile * kChunkBytes / 16,
+                    step.begins && number == 0);
       }
       if (part > 0) {
         wgmma_wait<1>();
@@ -129,16 +133,15 @@ class Multiplier {
     Ring<kValueStages> before;
 #pragma unroll
     for (int part = 0; part < kBlocksTogether; ++part) {
-      const Handed& handed = shared_.handed[step_.at][part];
+      const Handed(&handed)[kTileRows / 8] = shared_.handed[step_.at][part];
       const int bit = step_.at * kBlocksTogether + part;
-      const u32 values = tile_at(shared_address(shared_.values[stage_.at]), kPairBytes),
-                weights = tile_at(shared_address(handed.weights), 16);
+      const u32 values = tile_at(shared_address(shared_.values[stage_.at]), kPairBytes), weights = tile_at(shared_address(handed), 16);
       wait_for_values();
       mbarrier_wait(shared_address(&shared_.handed_full[step_.at][part]), parities_ >> bit & 1);
       multiply<kTilesEach>(piece.out, weights, values, begins && part == 0);
 #pragma unroll
       for (int tile = 0; tile < kTilesEach; ++tile) {
-        const float2 total = handed.totals[tile][warp_][lane_];
+        const float2 total = handed[2 * warp_ + tile].totals[lane_];
         piece.sum[0] += total.x, piece.sum[1] += total.y;
       }
       if (part > 0) {
@@ -162,8 +165,8 @@ class Multiplier {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < tiles * kTileKeys / 16; ++step)
-      Wgmma<kOwnDims>::template shared<true>(out, weight_descriptor(weights, step * kWeightPartBytes), descriptor(values, step * 2048),
-                                             !begins || step > 0);
+      Wgmma<kOwnDims>::template shared<true>(out, wgmma_descriptor(0, 0, sizeof(Handed), 3) | u32(weights + step * kPartBytes / 16),
+                                             descriptor(values, step * 2048), !begins || step > 0);
     wgmma_commit();
   }
   // What a block has made has been multiplied by values: it may make more.
@@ -190,11 +193,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const int rank = rank_in_cluster();
   if (threadIdx.x == 0) {
-    begin_barriers(shared);
+    begin_barriers(rank, shared);
     if constexpr (!kSmallPages) tma_prefetch_map(k_map);
   }
   cluster_sync();
-  if (warp_id() == 8) fetch_latents_ahead(p, k_map, int(blockIdx.x) / kBlocksTogether);
+  const bool found = warp_id() == 8 && find_first_item<1>(p, rank, kBlocksTogether, shared);
   if (!begin_launch(p)) return;
   const int wg = shuffle(int(threadIdx.x / 128), 0);
   if (wg == 0) {
@@ -206,10 +209,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     registers_shrink<kLoadRegisters>();
     const int warp = warp_id() % 4;
-    if (warp == 0) find_items_together<1>(p, rank, kBlocksTogether, shared);
-    if (warp == 1) produce_keys(p, rank, q_map, k_map, shared);
+    if (warp == 0) find_items_together<1>(p, rank, kBlocksTogether, shared, found);
+    if (warp == 1) produce_keys(p, rank, k_map, shared, Queries{q_map});
     if (warp == 2) produce_values(p, rank, k_map, shared);
-    if (warp == 3) hand_over_weights(rank, shared);
   }
   // Other blocks write to this one's memory, and report to its barriers, until they are done.
   __syncwarp();

@@ -16,7 +16,7 @@ class Scorer {
   DEVICE Scorer(const AttentionParams& p, int rank, SharedStorage& shared)
       : p_(p), shared_(shared), rank_(rank), lane_(lane_id()), warp_(warp_id() % 4) {
     const int row = warp_ * 16 + lane_ % 16;  // of which it addresses 16 bytes of weights, number lane / 16
-    weights_ = shared_address(shared.handed[0][rank].weights) + row * kWeightRow + (lane_ / 16 ^ row / 4 % 2) * 16;
+    weights_ = shared_address(&shared.handed[0][rank][row / 8]) + row % 8 * kWeightRow + (lane_ / 16 ^ row / 4 % 2) * 16;
   }
 
   DEVICE void run() {
@@ -152,10 +152,8 @@ class Scorer {
       pin(made.weights);  // else the compiler computes them only where it knows that they are wanted
     }
     const bool moved = move_references(step, reference, own_reference);
-    if (own > 0) {
-      if (moved || !is_early || step.begins) weigh_by(own_reference, rows, s, made);
-      put_weights(made);
-    }
+    if (own > 0 && (moved || !is_early || step.begins)) weigh_by(own_reference, rows, s, made);
+    if (own > 0) hand_over_weights(made);
     if (step.ends) reference[0] = reference[1] = kEmptyReference;
     step_.next();
   }
@@ -240,19 +238,29 @@ class Scorer {
       }
     }
   }
-  // Weights go to shared memory, and from there to the other blocks.
-  DEVICE void put_weights(const Made& made) {
+  // Puts the weights of the warp's rows, with their sums, where products of all blocks find them.
+  DEVICE void hand_over_weights(const Made& made) {
     mbarrier_wait(shared_address(&shared_.handed_free[step_.at]), (free_ >> step_.at & 1) ^ 1);
     free_ ^= 1u << step_.at;
+    Handed* const handed = shared_.handed[step_.at][rank_] + 2 * warp_;
     const u32 to = weights_ + step_.at * sizeof shared_.handed[0];
 #pragma unroll
-    for (int i = 0; i < kTilesEach * kTileKeys / 16; ++i)
-      store_matrix(to + i * kWeightPartBytes, made.weights[i][0], made.weights[i][1], made.weights[i][2], made.weights[i][3]);
+    for (int i = 0; i < kParts; ++i)
+      store_matrix(to + i * kPartBytes, made.weights[i][0], made.weights[i][1], made.weights[i][2], made.weights[i][3]);
 #pragma unroll
-    for (int tile = 0; tile < kTilesEach; ++tile)
-      shared_.handed[step_.at][rank_].totals[tile][warp_][lane_] = {made.total[tile][0], made.total[tile][1]};
+    for (int tile = 0; tile < kTilesEach; ++tile) handed[tile].totals[lane_] = {made.total[tile][0], made.total[tile][1]};
     async_proxy_fence();
-    report(shared_.made[step_.at]);
+    __syncwarp();
+    if (elect_one()) {
+      const u32 from = shared_address(handed), full = shared_address(&shared_.handed_full[step_.at][rank_]);
+      mbarrier_arrive(full);
+#pragma unroll
+      for (int other = 1; other < kBlocksTogether; ++other) {
+        const u32 block = u32(rank_ + other) % kBlocksTogether;
+        bulk_hand_over(block_address(from, block), from, 2 * sizeof(Handed), block_address(full, block));
+      }
+    }
+    __syncwarp();
   }
 
   const AttentionParams& p_;

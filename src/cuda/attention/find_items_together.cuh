@@ -15,12 +15,21 @@ struct ClusterNumbers {
   }
 };
 
-// As find_items() does for a block alone, when the first block wants an item: the cluster takes `tasks_each` tasks at a time, one for all
-// blocks or one for each.
+// Finds a block's first item in front of griddep_wait(), if no kernel in front may be writing lists; false: find_items_together() has to.
 template <int tasks_each, class Shared>
-DEVICE void find_items_together(const AttentionParams& p, int rank, int blocks, Shared& shared) {
+DEVICE bool find_first_item(const AttentionParams& p, int rank, int blocks, Shared& shared) {
+  const int first = int(blockIdx.x) / blocks;
+  if (!p.lists_are_there || first >= num_tasks(p) / tasks_each) return false;
+  publish_item(shared, 0, true, item_of(p, first * tasks_each + rank % tasks_each));
+  return true;
+}
+
+// As find_items() does for a block alone, when the first block wants an item: the cluster takes `tasks_each` tasks at a time, one for all
+// blocks or one for each. `found`: what find_first_item() said.
+template <int tasks_each, class Shared>
+DEVICE void find_items_together(const AttentionParams& p, int rank, int blocks, Shared& shared, bool found = false) {
   const int first = int(blockIdx.x) / blocks, lane = lane_id(), turns = num_tasks(p) / tasks_each;
-  prefetch_item(p, first * tasks_each);
+  if (!found) prefetch_item(p, first * tasks_each);
   ClusterNumbers& numbers = shared.numbers;
   Ring<Shared::kItemSlots> slot;
   Ring<ClusterNumbers::kSlots> told;
@@ -47,13 +56,15 @@ DEVICE void find_items_together(const AttentionParams& p, int rank, int blocks, 
     return number;
   };
   static_assert(Shared::kItemSlots % 2 != 0, "an item's slot tells whether the number of items before it is odd: registers are few");
-  for (int number = first < turns ? first : next_number();; number = next_number(), slot.next()) {
-    mbarrier_wait(shared_address(&shared.item_empty[slot.at]), slot.parity ^ 1);
-    const bool exists = number < turns;
-    Item item;
-    if (exists) item = item_of(p, number * tasks_each + rank % tasks_each);
-    publish_item(shared, slot.at, exists, item);
-    if (!exists) break;
+  for (int number = first < turns ? first : next_number();; number = next_number(), slot.next(), found = false) {
+    if (!found) {
+      mbarrier_wait(shared_address(&shared.item_empty[slot.at]), slot.parity ^ 1);
+      const bool exists = number < turns;
+      Item item;
+      if (exists) item = item_of(p, number * tasks_each + rank % tasks_each);
+      publish_item(shared, slot.at, exists, item);
+      if (!exists) break;
+    }
     if (rank == 0) mbarrier_wait(shared_address(&shared.item_wanted), (u32(slot.at) ^ slot.parity) & 1);
   }
 }

@@ -122,6 +122,14 @@ TEST_P(PlanGraphOfFewTasks, HaveAKernelOfTheirOwn) {
   EXPECT_EQ(all.size(), 2u);
   EXPECT_TRUE(all.contains("attention_sm90_latent") && all.contains("attention_sm90_latent_spread"));
 }
+TEST_P(PlanGraphOfFewTasks, HaveOneForShortSteps) {
+  spec = {.num_q_heads = 65, .num_kv_heads = 1, .head_dim_qk = 272, .head_dim_v = 256};
+  spec.kv_format = KvFormat::latent;
+  limits = {.max_num_reqs = 8, .max_num_tokens = 8, .max_seq_len = 24000, .max_query_len = 1};  // 64 tasks of 4096 keys each
+  const auto all = replays([](const fake::Launch& launch) { return launch.entry; });
+  EXPECT_EQ(all.size(), 2u);
+  EXPECT_TRUE(all.contains("attention_sm90_latent") && all.contains("attention_sm90_latent_spread"));
+}
 TEST_P(PlanGraphOfFewTasks, HaveAnotherOneWhereTheyAreTheFewest) {
   spec = {.num_q_heads = 65, .num_kv_heads = 1, .head_dim_qk = 512, .head_dim_v = 512};
   spec.kv_format = KvFormat::latent;

@@ -128,13 +128,15 @@ class LanesPlan final : public AttentionPlan {
     std::vector<float> partial_out(rows * size_t(spec_.head_dim_v), NAN), partial_state(rows * 2, NAN);
     p.partial_out = partial_out.data(), p.partial_state = partial_state.data();
     const int teams = variant_.has_wgmma() ? variant_.wgmma_tiles().teams * variant_.wgmma_tiles().cluster : 0;
+    const int64_t blocks_of_latent_decode = variant_.is_latent_decode_spread() ? variant_.latent_decode_spread().cluster : 1;
     const int64_t run_sums_each =
         variant_.is_verify()          ? cuda::attention_sm90_verify_run_sums(spec_)
         : variant_.is_latent()        ? cuda::attention_sm90_latent_cluster(spec_) * cuda::attention_sm90_latent_run_sums(spec_)
         : variant_.is_latent_spread() ? variant_.latent_spread().cluster * cuda::attention_sm90_latent_run_sums(spec_)
         : variant_.is_latent_pair()   ? cuda::kSm90LatentPairCluster * cuda::attention_sm90_latent_pair_run_sums(spec_)
-        : variant_.is_latent_decode() ? cuda::attention_sm90_latent_decode_run_sums(spec_, variant_.latent_decode_tiles())
-                                      : teams * cuda::kRunLevels * cuda::run_node_floats(spec_.head_dim_v);
+        : variant_.is_latent_decode()
+            ? blocks_of_latent_decode * cuda::attention_sm90_latent_decode_run_sums(spec_, variant_.latent_decode_tiles())
+            : teams * cuda::kRunLevels * cuda::run_node_floats(spec_.head_dim_v);
     std::vector<float> run_sums(size_t(how_.launch.blocks) * size_t(run_sums_each), NAN);
     p.run_sums = run_sums.data();
 

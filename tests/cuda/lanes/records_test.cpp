@@ -29,7 +29,8 @@ class LanesRecord : public testing::Test {
 
   // Of attention_sm80.cu, attention_sm90_decode.cu, attention_sm90_verify.cu, attention_sm90.cu with a mask, and of latents that a test
   // compares.
-  static constexpr const char* kNames[] = {"decode", "tma", "verify", "masked", "latent_tiles", "spread_tiles", "spread_fewest"};
+  static constexpr const char* kNames[] = {"decode",       "tma",           "verify",   "masked",          "latent_tiles",
+                                           "spread_tiles", "spread_fewest", "few_wide", "few_wide_spread", "few_wide_fewest"};
   const std::set<std::string> all{std::begin(kNames), std::end(kNames)};
   LanesRecords records{IMBREX_LANES, IMBREX_ROOT};
   const std::map<std::string, std::string> contents = [this] {
@@ -54,6 +55,7 @@ TEST_F(LanesRecord, IsVoidWhereWhatItsTestsReadChanges) {
   EXPECT_EQ(voided_by("attention_sm90_mask.cuh", line), Names{"masked"});
   EXPECT_EQ(voided_by("pack_mask.cu", line), Names{"masked"});
   EXPECT_EQ(voided_by("attention_sm90_latent_spread_load.cuh", line), (Names{"latent_tiles", "spread_tiles", "spread_fewest"}));
+  EXPECT_EQ(voided_by("attention_sm90_latent_decode_spread_load.cuh", line), (Names{"few_wide", "few_wide_spread", "few_wide_fewest"}));
   EXPECT_EQ(voided_by("ptx.cuh", "// a comment"), Names{});
   EXPECT_EQ(voided_by("cuda/mla_params.h", line), Names{});
 }

@@ -10,6 +10,7 @@
 #include "cuda/attention/attention_sm90_fp8.h"
 #include "cuda/attention/attention_sm90_latent.h"
 #include "cuda/attention/attention_sm90_latent_decode.h"
+#include "cuda/attention/attention_sm90_latent_decode_spread.h"
 #include "cuda/attention/attention_sm90_latent_pair.h"
 #include "cuda/attention/attention_sm90_latent_spread.h"
 #include "cuda/attention/attention_sm90_verify.h"
@@ -18,7 +19,8 @@
 namespace imbrex::test {
 
 // attention_sm80.cu, attention_sm90_decode.cu, attention_sm90_verify.cu, attention_sm90_latent.cu, attention_sm90_latent_spread.cu,
-// attention_sm90_latent_pair.cu, attention_sm90_latent_decode.cu, attention_sm90.cu, attention_sm90_fp8.cu
+// attention_sm90_latent_pair.cu, attention_sm90_latent_decode.cu, attention_sm90_latent_decode_spread.cu, attention_sm90.cu,
+// attention_sm90_fp8.cu
 enum class Text {
   sm80,
   decode,
@@ -33,6 +35,8 @@ enum class Text {
   latent_pair_without_maps,
   latent_decode,
   latent_decode_without_maps,
+  latent_decode_spread,
+  latent_decode_spread_fewest,
   wgmma,
   wgmma_e4m3
 };
@@ -51,7 +55,10 @@ struct Variant {
   bool is_latent() const { return text == Text::latent || text == Text::latent_without_maps; }
   bool is_latent_spread() const { return text == Text::latent_spread || text == Text::latent_spread_fewest; }
   bool is_latent_pair() const { return text == Text::latent_pair || text == Text::latent_pair_without_maps; }
-  bool is_latent_decode() const { return text == Text::latent_decode || text == Text::latent_decode_without_maps; }
+  bool is_latent_decode_spread() const { return text == Text::latent_decode_spread || text == Text::latent_decode_spread_fewest; }
+  bool is_latent_decode() const {
+    return text == Text::latent_decode || text == Text::latent_decode_without_maps || is_latent_decode_spread();
+  }
   bool packs_mask() const { return text == Text::wgmma && cuda::reads_mask_bits(c.spec); }
   bool has_wgmma() const { return text == Text::wgmma || text == Text::wgmma_e4m3; }
   bool has_stretches() const { return !c.spec.mask_mod.empty() && !packs_mask(); }
@@ -63,6 +70,9 @@ struct Variant {
   cuda::Sm90LatentTiles latent_tiles() const { return cuda::attention_sm90_latent_tiles(arch, c.spec).value(); }
   cuda::Sm90LatentSpread latent_spread() const {
     return cuda::attention_sm90_latent_spread(arch, c.spec, text == Text::latent_spread_fewest).value();
+  }
+  cuda::Sm90LatentSpread latent_decode_spread() const {
+    return cuda::attention_sm90_latent_decode_spread(arch, c.spec, regime, text == Text::latent_decode_spread_fewest).value();
   }
   cuda::Sm90LatentTiles latent_pair_tiles() const { return cuda::attention_sm90_latent_pair_tiles(arch, c.spec).value(); }
   cuda::Sm90LatentDecodeTiles latent_decode_tiles() const { return cuda::attention_sm90_latent_decode_tiles(arch, c.spec, regime).value(); }
@@ -90,6 +100,8 @@ struct Variant {
     if (is_latent_spread()) return cuda::attention_sm90_latent_spread_key(arch, c.spec, c.out_dtype, latent_spread());
     if (is_latent_pair())
       return cuda::attention_sm90_latent_pair_key(arch, c.spec, c.out_dtype, latent_pair_tiles(), text == Text::latent_pair);
+    if (is_latent_decode_spread())
+      return cuda::attention_sm90_latent_decode_spread_key(arch, c.spec, c.out_dtype, latent_decode_tiles(), latent_decode_spread());
     if (is_latent_decode())
       return cuda::attention_sm90_latent_decode_key(arch, c.spec, c.out_dtype, latent_decode_tiles(), text == Text::latent_decode);
     if (is_verify()) return cuda::attention_sm90_verify_key(arch, c.spec, c.out_dtype, verify_tiles(), text == Text::verify);

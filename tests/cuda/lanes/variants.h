@@ -263,6 +263,7 @@ inline std::vector<Variant> variants() {
   };
   add_few("few_latents", gpu::kDecode, spec(DType::bf16, DType::bf16, 576, 512, 16, 64), {{1, 300, 0}, {0, 0, 2}, {1, 70, 1}}).values =
       ValuePattern::rising;
+  const DType few_out = all.back().c.out_dtype;
   Case& few_masked =
       add_few("few_masked", gpu::kVerify, spec(DType::f16, DType::f16, 320, 256, 10, 1), {{4, 300, 0}, {1, 90, 1}, {7, 7, 3}});
   few_masked.spec.mask.custom = true, few_masked.custom = CustomPattern::tree, few_masked.spec.score.sinks = true;
@@ -277,6 +278,24 @@ inline std::vector<Variant> variants() {
       add_few("few_byte_elements", gpu::kVerify, spec(DType::bf16, DType::fp8_e4m3, 304, 256, 5, 0), {{8, 90, 0}, {1, 200, 1}});
   few_byte_elements.order = "lbhdt", few_byte_elements.spec.score = {.soft_cap = 20.f, .alibi = true};
   all.back().text = Text::latent_decode_without_maps;
+
+  // attention_sm90_latent_decode_spread.cu: the same items, for the blocks of a cluster; small pages, tokens in one item, three blocks.
+  for (const auto& [name, text] : {std::pair{"few_wide", Text::latent_decode},
+                                   {"few_wide_spread", Text::latent_decode_spread},
+                                   {"few_wide_fewest", Text::latent_decode_spread_fewest}}) {
+    Case& c = add_few(name, gpu::kDecode, spec(DType::bf16, DType::bf16, 576, 512, 32, 64), {{1, 900, 0}, {0, 0, 2}, {1, 70, 1}});
+    c.values = ValuePattern::rising, c.out_dtype = few_out;
+    all.back().text = text;
+  }
+  add_few("few_spread", gpu::kDecode, spec(DType::bf16, DType::bf16, 576, 512, 16, 64), {{1, 700, 0}, {0, 0, 2}, {1, 70, 1}}).out_dtype =
+      few_out;
+  all.back().text = Text::latent_decode_spread_fewest;
+  Case& few_spread_rows =
+      add_few("few_spread_rows", gpu::kVerify, spec(DType::f16, DType::f16, 320, 256, 10, 1), {{3, 300, 0}, {1, 90, 1}, {3, 3, 3}});
+  few_spread_rows.spec.score.sinks = true;
+  all.back().text = Text::latent_decode_spread_fewest;
+  add_few("few_spread_ragged", gpu::kVerify, spec(DType::bf16, DType::bf16, 384, 384, 5, 0), {{8, 90, 0}, {1, 500, 1}});
+  all.back().text = Text::latent_decode_spread_fewest;
 
   // Positions that fall within a request, that several tokens share, that a tree of tokens has.
   Case& positions = add("positions", "sm_90a", gpu::kDecode, 32, spec(DType::bf16, DType::bf16, 64, 64, 4, 16));
@@ -383,6 +402,8 @@ inline std::vector<Variant> variants() {
   Case& few_nodes = as_nodes(add_few("nodes_few", gpu::kVerify, spec(DType::bf16, DType::bf16, 320, 256, 6, 16), {}), TreePattern::random);
   few_nodes.spec.mask.window_left = 65, few_nodes.spec.score.sinks = true;
   few_nodes.requests.push_back({8, 200, 5});  // whose windows begin on both sides of where a tile does
+  as_nodes(add_few("nodes_few_spread", gpu::kVerify, spec(DType::bf16, DType::bf16, 320, 256, 6, 16), {}), TreePattern::random);
+  all.back().text = Text::latent_decode_spread_fewest;
   as_nodes(add_few("nodes_few_bytes", gpu::kDecode, spec(DType::f16, DType::fp8_e4m3, 272, 256, 10, 1), {}), TreePattern::binary)
       .spec.score = {.soft_cap = 20.f, .alibi = true};
   as_nodes(add_few("nodes_few_records", gpu::kVerify, records(DType::bf16, 20, 64), {}), TreePattern::random).requests = {{5, 129, 0}};
