@@ -151,16 +151,17 @@ void Plan::name_kernels() {
 // Which kernels a graph has launches of. An idle one costs time (docs/kernels/cuda_sm90.md): so there are two only in graphs for so few
 // requests that a usual step has few tasks, or a short one, though the longest requests within the limits have more.
 void Plan::choose_for_graphs(RegimePlan& s) const {
-  constexpr int64_t kUsualKeys = 4096, kShortKeys = 1024, kLongPiece = 512;
+  constexpr int64_t kUsualKeys = 4096, kShortKeys = 1536, kLongPiece = 512;
   const int64_t each = int64_t(spec_.num_kv_heads) * s.row_blocks, most = s.bounds.num_work * each;
   const int64_t piece = std::max(s.kernel.tile.least_piece, 256);
-  const auto tasks_of = [&](int64_t keys) { return std::min(options_.limits.max_num_tokens * each * (keys / piece), most); };
+  const auto tasks_of = [&](int64_t keys) { return std::min(options_.limits.max_num_tokens * each * ((keys + piece - 1) / piece), most); };
   s.usual_kernels = s.longest_kernels = s.kernels_for(most);
   if (options_.on_device) return;
   s.usual_kernels = s.kernels_for(tasks_of(kUsualKeys));
+  if (s.usual_kernels != RegimePlan::kManyTasks || piece < kLongPiece || options_.limits.max_seq_len <= kUsualKeys) return;
   // Of a short step the form that takes the most tasks. Those of short pieces gain too little.
-  for (int i = 0; s.usual_kernels == RegimePlan::kManyTasks && piece >= kLongPiece && i < int(kFewTasksTables); ++i)
-    if (s.few_tasks_kernels[size_t(i)].entry != nullptr && s.takes(i, tasks_of(kShortKeys))) s.usual_kernels = i;
+  for (int i = int(kFewTasksTables); i-- > 0;)
+    if (s.few_tasks_kernels[size_t(i)].entry != nullptr && s.takes(i, tasks_of(kShortKeys))) s.usual_kernels = i, s.usual_are_short = true;
 }
 
 void Plan::load(Specialised& s) const {

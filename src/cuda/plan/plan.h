@@ -82,7 +82,10 @@ class Plan final : public StepPlan {
 
     // Which kernels a launch has: few_tasks[i] for i from 0 on, or, with this number, `kernels`.
     static constexpr int kManyTasks = -1;
-    int usual_kernels = kManyTasks, longest_kernels = kManyTasks;               // of a graph: for its usual steps, and for its longest ones
+    int usual_kernels = kManyTasks, longest_kernels = kManyTasks;  // of a graph: for its usual steps, and for its longest ones
+    // Whether those for usual steps run short ones alone. The launch in front costs less where it is idle than the one behind it does, so
+    // that is the one which is idle more often.
+    bool usual_are_short = false;
     bool chooses_in_graph() const { return usual_kernels != longest_kernels; }  // when it is replayed
 
     bool takes(int i, int64_t tasks) const { return i == kManyTasks || tasks <= few_tasks_kernels[size_t(i)].most_tasks; }

@@ -169,10 +169,14 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
       };
       if (!mapped) return run_kernel(s.without_maps, tasks);
       if (!captured || !s.chooses_in_graph()) return run_kernel(s.at(s.kernels_for(tasks)), tasks);
-      over_cache.counts = memory_->device(s.of_longest);
-      run_kernel(s.at(s.longest_kernels), tasks);
-      over_cache.counts = memory_->device(s.of_usual);
-      run_kernel(s.at(s.usual_kernels), s.few_tasks_kernels[size_t(s.usual_kernels)].most_tasks);
+      for (const bool usual : {s.usual_are_short, !s.usual_are_short}) {
+        over_cache.counts = memory_->device(usual ? s.of_usual : s.of_longest);
+        if (usual) {
+          run_kernel(s.at(s.usual_kernels), s.few_tasks_kernels[size_t(s.usual_kernels)].most_tasks);
+        } else {
+          run_kernel(s.at(s.longest_kernels), tasks);
+        }
+      }
     };
     const auto in_front = [&] {
       if (captured) run_over_cache(&memory_->device(arrays_.flat_counts)->over_cache);
