@@ -209,7 +209,8 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
   spec.kv_dtype = DType::bf16, spec.mask.window_left = 127;
   expect_no_few_tasks();
   spec.mask.window_left = -1, spec.num_q_heads = 64;
-  expect_no_few_tasks();  // pairs of thread blocks take them
+  EXPECT_STREQ(few_tasks(0).entry, nullptr);  // pairs of thread blocks take them
+  EXPECT_EQ(few_tasks(1).cluster, 4u);
   spec.block_size = 1;
   expect_few_tasks();
   spec.num_q_heads = 32;

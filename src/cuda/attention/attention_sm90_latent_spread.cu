@@ -1,11 +1,12 @@
 // Attention over latents with wgmma and TMA, for sm_90a, where there are few tasks: keys of many dims, of which values are the first
 // (KvFormat::latent), as in the absorbed form of MLA. Host side: cuda/attention/attention_sm90_latent_spread.cpp.
 //
-// It computes the items of attention_sm90_latent.cu, and the same bits, with all thread blocks of a cluster for 64 rows. A block has some
-// dims of the output, 128 or 256, for which it needs the weights of all keys; and it makes the weights of two tiles of each step, for all
-// blocks. So the blocks tell each other the maxima of their tiles, then their weights. One warpgroup computes scores and weights, and keeps
-// the queries in registers; one multiplies values; of the third three warps have an errand each. The scores of a step are computed while
-// the values of the step before are multiplied. docs/kernels/cuda_sm90_latent.md has the measurements.
+// It computes the items of attention_sm90_latent.cu, or of attention_sm90_latent_pair.cu, and the same bits, with all thread blocks of a
+// cluster for 64 rows. A block has some dims of the output, 128 or 256, for which it needs the weights of all keys; and it makes the
+// weights of two tiles of each step, for all blocks. So the blocks tell each other the maxima of their tiles, then their weights. One
+// warpgroup computes scores and weights, and keeps the queries in registers; one multiplies values; of the third three warps have an errand
+// each. The scores of a step are computed while the values of the step before are multiplied. docs/kernels/cuda_sm90_latent.md has the
+// measurements.
 #include "attention_sm90_latent_spread_scores.cuh"
 #include "attention_sm90_tree.cuh"
 
@@ -16,10 +17,11 @@ constexpr int kScoreRegisters = 248, kValueRegisters = 200, kLoadRegisters = 56,
 static_assert(128 * (kScoreRegisters + kValueRegisters + kLoadRegisters) <= kThreads * kLaunchRegisters);
 
 using Out = Fragment<kOwnDims>;
-using Sums = FragmentSums<Out, true>;
+using Sums = FragmentSums<Out, !kPaired>;
 
 // Whether registers hold sums of earlier pieces beside those of a piece. ptxas keeps products of several paths under way only there.
 constexpr bool kHoldsNodes = kOwnDims <= 128;
+static_assert(!kPaired || kHoldsNodes);
 
 // The warpgroup that multiplies values.
 class Multiplier {
@@ -37,7 +39,7 @@ class Multiplier {
   DEVICE void run_item(const Item& item) {
     Sums piece;
     if constexpr (kHoldsNodes) {
-      StoredTree<Sums, kOwnDims, true> tree;
+      StoredTree<Sums, kOwnDims, !kPaired> tree;
       each_step(item, [&](const Step& step) {
         if (step.begins) tree.go_on(p_);
         run_step(item, step, piece);
@@ -64,7 +66,7 @@ class Multiplier {
     u32 moved = 0;                               // in any warp
 #pragma unroll
     for (int warp = 0; warp < kScoreWarps; ++warp) moved |= shared_.moved[step_.at][warp] & counts;
-    if (step.begins) piece.sum[0] = piece.sum[1] = 0.f;
+    if (step.begins) piece.sum[0] = piece.sum[1] = odd_[0] = odd_[1] = 0.f;
     const bool whole = step.tiles == kStepTiles && step.first * kTileKeys >= item.lo && (step.first + kStepTiles) * kTileKeys <= item.hi;
     if (kHoldsNodes && moved == 0 && whole) {
       add_whole_values(step.begins, piece);
@@ -73,7 +75,10 @@ class Multiplier {
     }
     if (step.ends) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) piece.reference[h] = shared_.reference[step_.at][row() + 8 * h], piece.sum[h] = sum_over<4>(piece.sum[h]);
+      for (int h = 0; h < 2; ++h) {
+        piece.reference[h] = shared_.reference[step_.at][row() + 8 * h], piece.sum[h] = sum_over<4>(piece.sum[h]);
+        if constexpr (kPaired) piece.sum[h] += sum_over<4>(odd_[h]);
+      }
     }
     report(shared_.notes_read[step_.at]);
     step_.next();
@@ -102,21 +107,22 @@ class Multiplier {
         named_barrier_sync(1, 128);
       }
 #pragma unroll 1
-      for (int tile = 0; tile < tiles; ++tile) {
-        const int number = part * kTilesEach + tile;
+      for (int i = 0; i < tiles; ++i) {
+        const int tile = takes_odd_first() ? tiles - 1 - i : i,
+                  number = part * kTilesEach + (kPaired ? 0 : tile);  // that may move references
         const float2 total = handed[2 * warp_ + tile].totals[lane_];
-        if ((moved >> number & 1) != 0) {
+        if ((!kPaired || i == 0) && (moved >> number & 1) != 0) {
           finish<0>(piece.out);
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const float factor = (own >> number & 1) != 0 ? shared_.factor[step_.at][number][row() + 8 * h] : 1.f;
-            piece.sum[h] *= factor;
+            piece.sum[h] *= factor, odd_[h] *= factor;
             each_of_row(piece.out, h, [=](float& x, int) { x *= factor; });
           }
         }
-        piece.sum[0] += total.x, piece.sum[1] += total.y;
+        add_total(total, tile, piece);
         multiply<1>(piece.out, weights + tile * (kTileKeys / 16) * kPartBytes / 16, values + tile * kChunkBytes / 16,
-                    step.begins && number == 0);
+                    step.begins && part == 0 && i == 0);
       }
       if (part > 0) {
         wgmma_wait<1>();
@@ -142,7 +148,7 @@ class Multiplier {
 #pragma unroll
       for (int tile = 0; tile < kTilesEach; ++tile) {
         const float2 total = handed[2 * warp_ + tile].totals[lane_];
-        piece.sum[0] += total.x, piece.sum[1] += total.y;
+        add_total(total, tile, piece);
       }
       if (part > 0) {
         wgmma_wait<1>();
@@ -159,14 +165,25 @@ class Multiplier {
     mbarrier_wait(shared_address(&shared_.values_full[stage_.at]), stage_.parity);
     if constexpr (kLoaders > 1) async_proxy_fence();  // the matrix unit reads what lanes have written
   }
+  // Of a pair of tiles: the blocks of attention_sm90_latent_pair.cu take each other's first, that with the first half of the dims the one
+  // of odd number.
+  DEVICE bool takes_odd_first() const { return kPaired && rank_ * kOwnDims < kHeadDimV / 2; }
+  DEVICE void add_total(const float2& total, int tile, Sums& piece) {
+    const bool odd = kPaired && tile != 0;
+    piece.sum[0] += odd ? 0.f : total.x, piece.sum[1] += odd ? 0.f : total.y;
+    if constexpr (kPaired) odd_[0] += odd ? total.x : 0.f, odd_[1] += odd ? total.y : 0.f;
+  }
   // Begins the products of tiles.
   template <int tiles>
-  DEVICE static void multiply(Out& out, u32 weights, u32 values, bool begins) {
+  DEVICE void multiply(Out& out, u32 weights, u32 values, bool begins) const {
+    const int swapped = tiles > 1 && takes_odd_first() ? kTileKeys / 16 : 0;
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < tiles * kTileKeys / 16; ++step)
-      Wgmma<kOwnDims>::template shared<true>(out, wgmma_descriptor(0, 0, sizeof(Handed), 3) | u32(weights + step * kPartBytes / 16),
-                                             descriptor(values, step * 2048), !begins || step > 0);
+    for (int step = 0; step < tiles * kTileKeys / 16; ++step) {
+      const int i = step ^ swapped;
+      Wgmma<kOwnDims>::template shared<true>(out, wgmma_descriptor(0, 0, sizeof(Handed), 3) | u32(weights + i * kPartBytes / 16),
+                                             descriptor(values, i * 2048), !begins || step > 0);
+    }
     wgmma_commit();
   }
   // What a block has made has been multiplied by values: it may make more.
@@ -180,7 +197,8 @@ class Multiplier {
   const AttentionParams& p_;
   SharedStorage& shared_;
   int rank_, lane_, warp_;
-  u32 parities_ = 0;  // of what each block hands over
+  u32 parities_ = 0;           // of what each block hands over
+  float odd_[2] = {0.f, 0.f};  // kPaired: sums of the weights of tiles of odd number, those of others are the piece's
   Ring<kValueStages> stage_;
   Ring<SharedStorage::kSteps> step_;
 };

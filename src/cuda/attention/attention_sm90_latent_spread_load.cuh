@@ -7,6 +7,8 @@
 
 namespace imbrex::cuda {
 
+// kPaired: items are those of attention_sm90_latent_pair.cu, whose references move for two tiles together.
+static_assert(!kPaired || (kTilesEach == 2 && kHeadDimV / 2 % kOwnDims == 0));
 static_assert(kTileRows == kTeamRows && kPairBytes == kQChunkBytes, "queries come as keys do");
 
 // What a warp makes of eight of its rows, and all blocks get: weights, in parts of 16 keys, each of 32 bytes of a row with a swizzle of

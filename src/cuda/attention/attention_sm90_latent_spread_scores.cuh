@@ -56,6 +56,7 @@ class Scorer {
   // little is done between two, and what others are waited for is on its way meanwhile.
   template <int first_stage, int end_stage>
   DEVICE void start_scores(Both& s, int& before) {
+    if constexpr (kPaired) return start_paired(s, before);
     constexpr int kSteps = 4 * kChunksEach;
 #pragma unroll
     for (int i = first_stage; i < end_stage; ++i) {
@@ -75,8 +76,37 @@ class Scorer {
       stage_.next();
     }
   }
+  // The products of each tile on its own: of even ones first over the second half of the values' dims, then the first one, as
+  // attention_sm90_latent_pair.cu has it.
+  DEVICE void start_paired(Both& s, int& before) {
+    constexpr int kHalf = kHeadDimV / 128;
+    u32 keys[kStepStages];
+#pragma unroll
+    for (int i = 0; i < kStepStages; ++i) {
+      keys[i] = tile_at(shared_address(shared_.stage[stage_.at]), 16);
+      wait_for_stage();
+      before = stage_.at;
+      stage_.next();
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int tile = 0; tile < kTilesEach; ++tile) {
+#pragma unroll
+      for (int i = 0; i < kQSteps; ++i) {
+        const int at = i / 4, chunk = tile > 0 || at >= 2 * kHalf ? at : (at + kHalf) % (2 * kHalf), step = 4 * chunk + i % 4;
+        Wgmma<kTileKeys>::template registers<false>(
+            of_tile(s, tile), q_[step],
+            descriptor(keys[chunk / kChunksEach], chunk % kChunksEach * kPairBytes + tile * kChunkBytes + i % 4 * 32), i != 0);
+      }
+    }
+    wgmma_commit();
+  }
   DEVICE void finish_scores(Both& s, int before) {
     finish<0>(s);
+    if constexpr (kPaired) {
+#pragma unroll
+      for (int i = 1; i < kStepStages; ++i) report(shared_.empty[(before + kStages - i) % kStages]);
+    }
     report(shared_.empty[before]);
   }
 
@@ -165,6 +195,10 @@ class Scorer {
     for (int i = 0; i < kTilesEach; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) top[i][h] = max_over<4>(greatest(of_tile(s, i), h)) * factor_of(p_, rows.terms[h]);
+    }
+    if constexpr (kPaired) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) top[0][h] = top[1][h] = fmaxf(top[0][h], top[1][h]);
     }
     const u32 full = tops_full();
     if (lane_ == 0) mbarrier_arrive_expect(full, sizeof shared_.tops[0][0]);

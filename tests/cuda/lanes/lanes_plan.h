@@ -206,8 +206,8 @@ class LanesPlan final : public AttentionPlan {
   TensorMap map_of(const TensorView& kv, int bytes = 0) const {
     const int rank = kv.rank, size = int(size_of(kv.dtype));  // 3 without pages
     const auto stride = [&](int dim) { return long(kv.stride(dim)) * size; };
-    const int keys =
-        variant_.is_latent_pair() ? tiles_.keys / int(cuda::kSm90LatentPairCluster) : tiles_.keys;  // that a thread block loads
+    const int keys = variant_.is_latent_pair() || variant_.is_paired() ? tiles_.keys / int(cuda::kSm90LatentPairCluster)
+                                                                       : tiles_.keys;  // that a thread block loads
     const int common = rank == 4 ? std::gcd(int(kv.size(1)), keys) : keys;
     const int page = variant_.has_wgmma() ? std::min(common, tiles_.keys / (widens() ? 4 : variant_.wgmma_tiles().cluster)) : common;
     const int dims = int(kv.size(rank - 1));

@@ -176,7 +176,8 @@ TEST(LanesOfLatents, HaveTheBitsOfStoredValues) {
 TEST(LanesOfLatents, HaveTheSameBitsWhereTheyAreSpread) {
   for (const auto& variants :
        {compared("latent_tiles", "spread_tiles"), compared("latent_tiles", "spread_fewest"), compared("nodes_latent_tiles", "nodes_spread"),
-        compared("few_wide", "few_wide_spread"), compared("few_wide", "few_wide_fewest"), compared("few_latents", "few_spread")}) {
+        compared("few_wide", "few_wide_spread"), compared("pair_tiles", "spread_paired"), compared("few_wide", "few_wide_fewest"),
+        compared("few_latents", "few_spread")}) {
     if (!variants) continue;
     const auto& [alone, spread] = *variants;
     EXPECT_EQ(alone.c.spec, spread.c.spec);

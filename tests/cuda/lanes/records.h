@@ -45,7 +45,8 @@ inline std::set<std::string> companions_of(const Variant& v) {
   using Names = std::set<std::string>;
   for (Names group : {Names{"latent", "latent_stored"}, Names{"latent_tiles", "spread_tiles", "spread_fewest"},
                       Names{"nodes_latent_tiles", "nodes_spread"}, Names{"few_wide", "few_wide_spread", "few_wide_fewest"},
-                      Names{"few_latents", "few_spread"}, Names{"shared_heads", "heads"}, Names{"tma_shared_heads", "tma_heads"}})
+                      Names{"pair_tiles", "spread_paired"}, Names{"few_latents", "few_spread"}, Names{"shared_heads", "heads"},
+                      Names{"tma_shared_heads", "tma_heads"}})
     if (group.erase(v.name) > 0) return group;
   return {};
 }

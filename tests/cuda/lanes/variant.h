@@ -67,6 +67,8 @@ struct Variant {
     return text == Text::wgmma ? cuda::attention_sm90_tiles(c.spec) : cuda::attention_sm90_fp8_tiles(c.spec);
   }
   cuda::Sm90VerifyTiles verify_tiles() const { return cuda::attention_sm90_verify_tiles(arch, c.spec).value(); }
+  // Of attention_sm90_latent_spread.cu: with the items of attention_sm90_latent_pair.cu.
+  bool is_paired() const { return is_latent_spread() && cuda::attention_sm90_latent_pair_tiles(arch, c.spec).has_value(); }
   cuda::Sm90LatentTiles latent_tiles() const { return cuda::attention_sm90_latent_tiles(arch, c.spec).value(); }
   cuda::Sm90LatentSpread latent_spread() const {
     return cuda::attention_sm90_latent_spread(arch, c.spec, text == Text::latent_spread_fewest).value();
@@ -78,7 +80,7 @@ struct Variant {
   cuda::Sm90LatentDecodeTiles latent_decode_tiles() const { return cuda::attention_sm90_latent_decode_tiles(arch, c.spec, regime).value(); }
   cuda::AttentionTiles tiles() const {
     if (is_latent_decode()) return {.rows = latent_decode_tiles().rows, .keys = latent_decode_tiles().keys, .key_warps = 1};
-    if (is_latent_pair()) return {.rows = latent_pair_tiles().rows, .keys = latent_pair_tiles().keys, .key_warps = 1};
+    if (is_latent_pair() || is_paired()) return {.rows = latent_pair_tiles().rows, .keys = latent_pair_tiles().keys, .key_warps = 1};
     if (is_latent() || is_latent_spread()) return {.rows = latent_tiles().rows, .keys = latent_tiles().keys, .key_warps = 1};
     if (is_verify()) return {.rows = verify_tiles().rows, .keys = verify_tiles().keys, .key_warps = 1};
     if (has_wgmma()) return {.rows = wgmma_tiles().item_rows(), .keys = wgmma_tiles().keys, .key_warps = 1};
@@ -86,7 +88,7 @@ struct Variant {
     return text == Text::sm80 ? cuda::attention_sm80_tiles(arch, c.spec, regime, rows).value()
                               : cuda::attention_sm90_decode_tiles(arch, c.spec, rows).value();
   }
-  bool has_short_sums() const { return is_latent() || is_latent_spread(); }
+  bool has_short_sums() const { return is_latent() || (is_latent_spread() && !is_paired()); }
   // With what merge.cu is told beside the constants of the attention kernel.
   cuda::KernelKey key() const {
     cuda::KernelKey made = attention_key();

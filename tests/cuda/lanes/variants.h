@@ -244,6 +244,10 @@ inline std::vector<Variant> variants() {
   // the values.
   add_tiles("pair_tiles", spec(DType::bf16, DType::bf16, 576, 512, 64, 64), {{1, 300, 0}, {0, 0, 2}, {2, 70, 1}}, Text::latent_pair)
       .values = ValuePattern::rising;
+  const DType out_of_pairs = all.back().c.out_dtype;
+  Case& spread_paired = add_tiles("spread_paired", spec(DType::bf16, DType::bf16, 576, 512, 64, 64), {{1, 700, 0}, {0, 0, 2}, {2, 70, 1}},
+                                  Text::latent_spread_fewest);
+  spread_paired.values = ValuePattern::rising, spread_paired.out_dtype = out_of_pairs;
   Case& pair_halves =
       add_tiles("pair_halves", spec(DType::f16, DType::f16, 304, 256, 16, 16), {{4, 300, 0}, {1, 700, 1}, {9, 9, 3}}, Text::latent_pair);
   pair_halves.spec.score.sinks = true;
@@ -413,6 +417,9 @@ inline std::vector<Variant> variants() {
     Case& c = as_nodes(add_tiles(name, spec(DType::bf16, DType::bf16, 320, 256, 72, 16), {}, text), TreePattern::random);
     c.requests = {{4, 140, 0}, {0, 0, 2}, {3, 66, 1}}, c.out_dtype = DType::bf16;
   }
+  as_nodes(add_tiles("nodes_spread_paired", spec(DType::f16, DType::f16, 512, 512, 40, 16), {}, Text::latent_spread_fewest),
+           TreePattern::random)
+      .requests = {{4, 140, 0}, {0, 0, 2}, {3, 66, 1}};
   as_nodes(add_tiles("nodes_pair", spec(DType::bf16, DType::bf16, 320, 256, 16, 16), {}, Text::latent_pair), TreePattern::random);
   // Of score_mod, what keys and rows have in common: of all heads and of each, of every type, in tiles at both edges of a window.
   Case& mod_keys = add_wgmma("mod_keys", spec(DType::bf16, DType::bf16, 128, 128, 4, 16), {{40, 200, 0}, {3, 390, 1}, {70, 70, 2}});
