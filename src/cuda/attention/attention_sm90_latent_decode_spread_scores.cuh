@@ -188,13 +188,15 @@ class Scorer {
     if (is_first_of_row()) handed.sums[own_row()] = {made.sum[0], made.sum[1]};
     async_proxy_fence();
     __syncwarp();
-    if (!elect_one()) return;
-    mbarrier_arrive(full);
+    if (elect_one()) {
+      mbarrier_arrive(full);
 #pragma unroll
-    for (int other = 1; other < kBlocksTogether; ++other) {
-      const u32 block = u32(rank_ + other) % kBlocksTogether;
-      bulk_hand_over(block_address(from, block), from, kHandedBytes, block_address(full, block));
+      for (int other = 1; other < kBlocksTogether; ++other) {
+        const u32 block = u32(rank_ + other) % kBlocksTogether;
+        bulk_hand_over(block_address(from, block), from, kHandedBytes, block_address(full, block));
+      }
     }
+    __syncwarp();
   }
 
   const AttentionParams& p_;

@@ -10,10 +10,11 @@ namespace imbrex::cuda {
 
 constexpr unsigned kSm90LatentSpreadThreads = 384;
 
-// A form of the kernel. With fewer dims for each thread block a task takes less time, and more multiprocessors.
+// A form of this kernel, or of attention_sm90_latent_decode_spread.cu. With fewer dims for each thread block a task takes less time, and
+// more multiprocessors.
 struct Sm90LatentSpread {
   int own_dims;        // of the output, that a thread block has
-  unsigned cluster;    // thread blocks, which take the 64 rows of a task together
+  unsigned cluster;    // thread blocks, which take the rows of a task together
   int64_t most_tasks;  // of a launch: with more of them another kernel, or form, is faster
 };
 // The form for few tasks, or that for the fewest. It takes layers of attention_sm90_latent.cu with more than 32 q heads that have plain
