@@ -360,7 +360,7 @@ void run_launch(const Launch& launch) {
   if (launch.entry == "flatten_kv") return flatten_kv(launch);
   if (launch.entry == "pack_mask") return fill_packed_mask(parameter<AttentionParams>(launch, 0));
   if (launch.entry == "attention_sm90_verify" || launch.entry == "attention_sm90_latent" || launch.entry == "attention_sm90_latent_pair" ||
-      launch.entry == "attention_sm90_latent_spread")
+      launch.entry == "attention_sm90_latent_spread" || launch.entry == "attention_sm90_latent_decode_spread")
     return attention(through_kv_maps(launch), out);
   if (launch.entry == "attention_sm90_latent_decode")  // it reads bytes without a map
     return attention(spec.kv_dtype == spec.q_dtype ? through_kv_maps(launch) : parameter<AttentionParams>(launch, 0), out);
@@ -422,6 +422,7 @@ void run_on_host(std::span<const AttentionSpec> all) {
                          {"attention_sm90_latent_spread", with_maps},
                          {"attention_sm90_latent_pair", with_maps},
                          {"attention_sm90_latent_decode", with_maps},
+                         {"attention_sm90_latent_decode_spread", with_maps},
                          {"attention_sm90", with_maps},
                          {"attention_sm90_fp8", with_maps},
                          {"merge", {sizeof(AttentionParams)}},
