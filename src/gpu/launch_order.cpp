@@ -1,18 +1,24 @@
 // See launch_order.h.
 #include "gpu/launch_order.h"
 
+#include <algorithm>
+
 namespace imbrex::gpu {
 
 LaunchOrder launch_order(const std::array<RegimeTasks, kNumRegimes>& work, bool captured, bool on_device) {
-  constexpr std::array kEager = {kPrefill, kVerify, kDecode}, kCaptured = {kDecode, kVerify, kPrefill};
+  constexpr std::array kEager = {kPrefill, kVerify, kDecode}, kCaptured = {kDecode, kVerify, kPrefill},
+                       kDrafts = {kVerify, kDecode, kPrefill};
   const bool any = captured || on_device;
+  const std::array<Regime, kNumRegimes>& regimes = !captured ? kEager : work[kPrefill].tasks > 0 ? kCaptured : kDrafts;
   LaunchOrder order;
   bool sums_in_use = false;  // by a launch in front
-  for (const Regime regime : captured ? kCaptured : kEager) {
-    const auto& [tasks, folds] = work[regime];
+  for (auto at = regimes.begin(); at != regimes.end(); ++at) {
+    const auto& [tasks, folds] = work[*at];
     if (tasks == 0) continue;
     const bool beside = !any && order.count_ > 0 && !(folds && sums_in_use);
-    order.launches_[order.count_++] = {.regime = regime, .tasks = tasks, .beside = beside, .next_waits = any};
+    const bool others_fold = std::any_of(at, regimes.end(), [&](Regime one) { return work[one].tasks > 0 && work[one].folds; });
+    order.launches_[order.count_++] = {
+        .regime = *at, .tasks = tasks, .beside = beside, .next_waits = any, .branches = captured && !(sums_in_use && others_fold)};
     sums_in_use = sums_in_use || folds;
   }
   if (order.count_ > 0) order.launches_[order.count_ - 1].next_waits = true;

@@ -18,6 +18,7 @@ struct RegimeLaunch {
   int64_t tasks;
   bool beside;      // it may compute while the launch in front of it does
   bool next_waits;  // the launch behind it waits for its end
+  bool branches;    // in a graph it need not wait for the launch in front of it, and begins a branch that the ones behind may go on with
 };
 
 class LaunchOrder {
@@ -34,9 +35,10 @@ class LaunchOrder {
 // `captured`: into a graph, which serves any step. `on_device`: only the device knows how long the lists are. In both cases there may be
 // less work than tasks.
 //
-// Outside of graphs the kernels run beside each other, and long items begin first. In a graph most launches are idle: they end soonest if
-// each begins before the one in front has ended, and waits for it then. One that begins while another reads keys by TMA delays that by some
-// 4 us on an H100, whatever it does itself: so the launches for the longest queries come last.
+// Outside of graphs the kernels run beside each other, and long items begin first. In a graph most launches are idle, and they are
+// branches, of which the first begins soonest: decode, or verify in a plan without prefill. Those that fold are one branch, in which each
+// begins before the one in front has ended, and waits for it then. One that begins while another reads keys by TMA delays that by some 4 us
+// on an H100, whatever it does itself: so the launches for the longest queries come last.
 LaunchOrder launch_order(const std::array<RegimeTasks, kNumRegimes>&, bool captured, bool on_device);
 
 }  // namespace imbrex::gpu

@@ -8,13 +8,13 @@
 namespace imbrex::gpu {
 namespace {
 
-// "prefill 7, decode 3 beside, ...": `waits` where the launch behind waits.
+// "prefill 7, decode 3 beside, ...": `waits` where the launch behind waits; "| " in front of what begins a branch of a graph.
 std::string text(const std::array<RegimeTasks, kNumRegimes>& work, bool captured = false, bool on_device = false) {
   constexpr const char* kNames[] = {"decode", "verify", "prefill"};
   std::string all;
   for (const RegimeLaunch& l : launch_order(work, captured, on_device))
-    all += std::string(all.empty() ? "" : ", ") + kNames[l.regime] + " " + std::to_string(l.tasks) + (l.beside ? " beside" : "") +
-           (l.next_waits ? " waits" : "");
+    all += std::string(all.empty() ? "" : ", ") + (l.branches ? "| " : "") + kNames[l.regime] + " " + std::to_string(l.tasks) +
+           (l.beside ? " beside" : "") + (l.next_waits ? " waits" : "");
   return all;
 }
 
@@ -32,8 +32,20 @@ TEST(LaunchOrder, ThoseThatFoldInTheSameMemoryWait) {
 }
 
 TEST(LaunchOrder, WhereNobodyKnowsTheWorkEachWaits) {
-  EXPECT_EQ(text({{{3}, {5}, {7, true}}}, true), "decode 3 waits, verify 5 waits, prefill 7 waits");
+  EXPECT_EQ(text({{{3}, {5}, {7, true}}}, true), "| decode 3 waits, | verify 5 waits, | prefill 7 waits");
   EXPECT_EQ(text({{{3}, {5}, {7}}}, false, true), "prefill 7 waits, verify 5 waits, decode 3 waits");
+}
+
+TEST(LaunchOrder, InGraphsThoseThatFoldAreOneBranch) {
+  EXPECT_EQ(text({{{3}, {5, true}, {7, true}}}, true), "| decode 3 waits, | verify 5 waits, prefill 7 waits");
+  EXPECT_EQ(text({{{3, true}, {5}, {7, true}}}, true), "| decode 3 waits, verify 5 waits, prefill 7 waits");
+  EXPECT_EQ(text({{{3, true}, {5}, {7}}}, true), "| decode 3 waits, | verify 5 waits, | prefill 7 waits");
+  EXPECT_EQ(text({{{3, true}, {5, true}, {7, true}}}, true), "| decode 3 waits, verify 5 waits, prefill 7 waits");
+}
+
+TEST(LaunchOrder, InGraphsWithoutPrefillVerifyBegins) {
+  EXPECT_EQ(text({{{3}, {5, true}, {}}}, true), "| verify 5 waits, | decode 3 waits");
+  EXPECT_EQ(text({{{3, true}, {5, true}, {}}}, true), "| verify 5 waits, decode 3 waits");
 }
 
 }  // namespace

@@ -84,6 +84,7 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(kCaptureGlobal, 0, CU_STREAM_CAPTURE_MODE_GLOBAL)                                           \
   X(kCaptureThreadLocal, 1, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)                                \
   X(kCaptureRelaxed, 2, CU_STREAM_CAPTURE_MODE_RELAXED)                                         \
+  X(kSetCaptureDependencies, 1, CU_STREAM_SET_CAPTURE_DEPENDENCIES)                             \
   X(kCaptureStatusNone, 0, CU_STREAM_CAPTURE_STATUS_NONE)                                       \
   X(kCaptureStatusActive, 1, CU_STREAM_CAPTURE_STATUS_ACTIVE)                                   \
   X(kUserObjectNoDestructorSync, 1, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC)                          \
@@ -169,7 +170,9 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
 // Null in a driver that is too old for them, with what that takes away.
 #define IMBREX_CUDA_OPTIONAL_DRIVER_API(X)                                                                                                \
   X(cuStreamGetCaptureInfo_v3, (CUstream, int* status, unsigned long long* id, CUgraph*, const CUgraphNode** dependencies,                \
-                                const CUgraphEdgeData** edges, size_t* num_dependencies)) /* below 12.3: no capture_of() */
+                                const CUgraphEdgeData** edges, size_t* num_dependencies)) /* below 12.3: no capture_of() */            \
+  X(cuStreamUpdateCaptureDependencies_v2, (CUstream, const CUgraphNode* dependencies, const CUgraphEdgeData* edges,                       \
+                                           size_t num_dependencies, unsigned flags)) /* below 12.3: no GraphBranches */
 
 #define IMBREX_NVRTC_API(X)                                                                                                               \
   X(nvrtcVersion, (int* major, int* minor))                                                                                               \

@@ -148,20 +148,31 @@ void Plan::name_kernels() {
   if (spec_.block_size > 0) write_kv_ = std::make_unique<WriteKv>(context_, arch_, spec_);
 }
 
-// Which kernels a graph has launches of. An idle one costs time (docs/kernels/cuda_sm90.md): so there are two only in graphs for so few
-// requests that a usual step has few tasks, or a short one, though the longest requests within the limits have more.
+// Which kernels a graph has launches of: several only for so few requests that a usual step has few tasks, or a short one, though the
+// longest requests within the limits have more. Those for usual steps are the first branch. Only two blocks for a task that take short
+// steps, in front of a kernel for all others, are better off as launches that follow each other (docs/kernels/cuda_sm90_latent.md).
 void Plan::choose_for_graphs(RegimePlan& s) const {
-  constexpr int64_t kUsualKeys = 4096, kShortKeys = 1536, kLongPiece = 512;
+  constexpr int64_t kLeastKeys = 1024, kShortKeys = 1536, kUsualKeys = 4096, kLongPiece = 512;
   const int64_t each = int64_t(spec_.num_kv_heads) * s.row_blocks, most = s.bounds.num_work * each;
   const int64_t piece = std::max(s.kernel.tile.least_piece, 256);
-  const auto tasks_of = [&](int64_t keys) { return std::min(options_.limits.max_num_tokens * each * ((keys + piece - 1) / piece), most); };
-  s.usual_kernels = s.longest_kernels = s.kernels_for(most);
-  if (options_.on_device) return;
-  s.usual_kernels = s.kernels_for(tasks_of(kUsualKeys));
-  if (s.usual_kernels != RegimePlan::kManyTasks || piece < kLongPiece || options_.limits.max_seq_len <= kUsualKeys) return;
-  // Of a short step the form that takes the most tasks. Those of short pieces gain too little.
-  for (int i = int(kFewTasksTables); i-- > 0;)
-    if (s.few_tasks_kernels[size_t(i)].entry != nullptr && s.takes(i, tasks_of(kShortKeys))) s.usual_kernels = i, s.usual_are_short = true;
+  const auto kernels_for_keys = [&](int64_t keys) {
+    return s.kernels_for(std::min(options_.limits.max_num_tokens * each * ((keys + piece - 1) / piece), most));
+  };
+  const int longest = s.kernels_for(most), usual = options_.on_device ? longest : kernels_for_keys(kUsualKeys);
+  s.in_graph = {usual};
+  const auto add = [&](int kernels) {
+    if (std::ranges::find(s.in_graph, kernels) == s.in_graph.end()) s.in_graph.push_back(kernels);
+  };
+  s.in_branches = true;
+  if (usual != RegimePlan::kManyTasks) {
+    for (int64_t keys = kLeastKeys; keys < options_.limits.max_seq_len; keys *= 2) add(kernels_for_keys(keys));
+    add(longest);
+  } else if (!options_.on_device && piece >= kLongPiece && options_.limits.max_seq_len > kUsualKeys) {  // short pieces gain too little
+    const int few = kernels_for_keys(kShortKeys);
+    add(few);
+    s.in_branches = few == int(kFewTasksTables) - 1;
+    if (!s.in_branches) std::ranges::reverse(s.in_graph);
+  }
 }
 
 void Plan::load(Specialised& s) const {
@@ -180,7 +191,7 @@ void Plan::lay_out(int64_t prefix_parts) {
   ArrayLayout layout;
   for (RegimePlan& s : regimes_) {
     s.counts = layout.add<PlanCounts>(1);
-    s.of_longest = layout.add<PlanCounts>(s.chooses_in_graph() ? 1 : 0), s.of_usual = layout.add<PlanCounts>(s.chooses_in_graph() ? 1 : 0);
+    s.of_launches = layout.add<PlanCounts>(s.chooses_in_graph() ? int64_t(s.in_graph.size()) : 0);
   }
   arrays_.flat_counts = layout.add<FlatCounts>(flat_ ? 1 : 0);
   arrays_.query_start = layout.add<int>(reqs + 1);

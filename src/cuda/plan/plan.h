@@ -71,8 +71,7 @@ class Plan final : public StepPlan {
     ArrayOf<ItemDetails> item_details;  // with the next one; room for none, unless the layer has a mask_mod
     ArrayOf<KeyStretch> stretches;
     ArrayOf<PlanCounts> counts;
-    // Where a graph has a launch for its usual steps and one for longer ones: what each has to do. Otherwise room for none.
-    ArrayOf<PlanCounts> of_usual, of_longest;
+    ArrayOf<PlanCounts> of_launches;                          // of in_graph, where there are several: what each has to do
     mutable ByOutput kernels;                                 // of many tasks
     mutable ByOutput without_maps;                            // where kernel.maps fails; always loaded on demand
     mutable ByOutput over_flat;                               // what flat_kernel names
@@ -82,19 +81,18 @@ class Plan final : public StepPlan {
 
     // Which kernels a launch has: few_tasks[i] for i from 0 on, or, with this number, `kernels`.
     static constexpr int kManyTasks = -1;
-    int usual_kernels = kManyTasks, longest_kernels = kManyTasks;  // of a graph: for its usual steps, and for its longest ones
-    // Whether those for usual steps run short ones alone. The launch in front costs less where it is idle than the one behind it does, so
-    // that is the one which is idle more often.
-    bool usual_are_short = false;
-    bool chooses_in_graph() const { return usual_kernels != longest_kernels; }  // when it is replayed
+    std::vector<int> in_graph{kManyTasks};  // of a graph, in their order: a step runs those for the fewest tasks that take it
+    bool in_branches = false;               // of the graph, or each behind the one in front
+    bool chooses_in_graph() const { return in_graph.size() > 1; }  // when it is replayed
 
-    bool takes(int i, int64_t tasks) const { return i == kManyTasks || tasks <= few_tasks_kernels[size_t(i)].most_tasks; }
+    bool takes(int i, int64_t tasks) const { return i == kManyTasks || tasks <= most_tasks(i); }
     int kernels_for(int64_t tasks) const {
       int fastest = kManyTasks;
       for (size_t i = 0; i < few_tasks_kernels.size(); ++i)
         if (few_tasks_kernels[i].entry != nullptr && takes(int(i), tasks)) fastest = int(i);
       return fastest;
     }
+    int64_t most_tasks(int i) const { return few_tasks_kernels[size_t(i)].most_tasks; }
     ByOutput& at(int i) const { return i == kManyTasks ? kernels : few_tasks[size_t(i)]; }
   };
   // The addresses of the batch's arrays for kernels: the plan's copies, or the caller's arrays on the device. An array that a batch does

@@ -9,6 +9,7 @@
 #include "cuda/attention/attention_sm90.h"
 #include "cuda/attention/expressions.h"
 #include "cuda/attention/kv_side.h"
+#include "cuda/driver/graph_branches.h"
 #include "cuda/plan/plan.h"
 #include "gpu/launch_order.h"
 
@@ -142,7 +143,10 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
     const int64_t items = any ? s.bounds.num_work : int64_t(step.schedules[regime].num_work);
     work[regime] = {.tasks = items * spec_.num_kv_heads * s.row_blocks, .folds = s.kernel.run_sums > 0};
   }
+  std::optional<GraphBranches> branches;
+  if (captured && programmatic_) branches.emplace(cu);
   for (const gpu::RegimeLaunch& now : gpu::launch_order(work, captured, step.on_device)) {
+    if (branches && now.branches) branches->next();
     const Regime regime = now.regime;
     const int64_t tasks = now.tasks;
     const RegimePlan& s = regimes_[regime];
@@ -169,14 +173,14 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
       };
       if (!mapped) return run_kernel(s.without_maps, tasks);
       if (!captured || !s.chooses_in_graph()) return run_kernel(s.at(s.kernels_for(tasks)), tasks);
-      for (const bool usual : {s.usual_are_short, !s.usual_are_short}) {
-        over_cache.counts = memory_->device(usual ? s.of_usual : s.of_longest);
-        if (usual) {
-          run_kernel(s.at(s.usual_kernels), s.few_tasks_kernels[size_t(s.usual_kernels)].most_tasks);
-        } else {
-          run_kernel(s.at(s.longest_kernels), tasks);
-        }
+      over_cache.counts = memory_->device(s.of_launches);
+      GraphBranches of_regime(cu);
+      for (const int i : s.in_graph) {
+        if (s.in_branches) of_regime.next();
+        run_kernel(s.at(i), i == RegimePlan::kManyTasks ? tasks : s.most_tasks(i));
+        ++over_cache.counts;
       }
+      of_regime.join();
     };
     const auto in_front = [&] {
       if (captured) run_over_cache(&memory_->device(arrays_.flat_counts)->over_cache);
@@ -189,6 +193,7 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
     a.merge_lists[regime] = {a.merges, a.counts, merge_shares(spec_, s.policy), s.kernel.short_sums && !options_.balanced};
     merge_tasks += of_regime * spec_.num_kv_heads * a.merge_lists[regime].shares;
   }
+  if (branches) branches->join();
   a.beside = false;
   a.merge_parts = memory_->device(regimes_[kVerify].merge_parts);
   if (spec_.kv_format == KvFormat::latent_rope) a.v = a.k;  // merge.cu wants the scale of values

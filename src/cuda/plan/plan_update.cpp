@@ -223,10 +223,16 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
               .heads_together = heads_together(batch, s.policy, s.l2_keys, spec_.num_kv_heads)};
     *m.put(s.counts, 1) = counts;
     if (!s.chooses_in_graph()) continue;
-    const bool usual = s.takes(s.usual_kernels, int64_t(counts.num_work) * spec_.num_kv_heads * s.row_blocks);
-    PlanCounts none = counts;
-    none.num_work = 0;
-    *m.put(s.of_longest, 1) = usual ? none : counts, *m.put(s.of_usual, 1) = usual ? counts : none;
+    const int64_t tasks = int64_t(counts.num_work) * spec_.num_kv_heads * s.row_blocks;
+    int fewest = RegimePlan::kManyTasks;
+    for (const int i : s.in_graph)
+      if (s.takes(i, tasks)) fewest = std::max(fewest, i);
+    PlanCounts* launch = m.put(s.of_launches, int64_t(s.in_graph.size()));
+    for (const int i : s.in_graph) {
+      *launch = counts;
+      if (i != fewest) launch->num_work = 0;
+      ++launch;
+    }
   }
   if (flat_) *m.put(arrays_.flat_counts, 1) = flat_->counts_in_graph(counts, step.flat, captured_flat_blocks_);
   if (step.num_tokens == 0) return;

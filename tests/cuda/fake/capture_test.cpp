@@ -6,6 +6,7 @@
 #include <functional>
 #include <thread>
 
+#include "cuda/driver/graph_branches.h"
 #include "cuda/driver/memory.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
@@ -118,6 +119,42 @@ TEST_F(Captures, AFailedCaptureGivesBackToo) {
   EXPECT_NE(cu.cuStreamEndCapture(a.get(), &graph), kCudaSuccess);
   release_captured();
   EXPECT_TRUE(watched.expired());
+}
+
+// The fake driver does the last branch first.
+TEST_F(Captures, BranchesWaitForWhatIsInFrontAndNotForEachOther) {
+  const OwnedStream a = stream();
+  const DeviceBuffer memory = zeroed(context, 4);
+  char* const at = memory.as<char>();
+  const auto write = [&](int i, unsigned char value) { cu.cuMemsetD8Async(CUdeviceptr(at + i), value, 1, a.get()); };
+  const auto copy = [&](int from, int to) { cu.cuMemcpyDtoDAsync_v2(CUdeviceptr(at + to), CUdeviceptr(at + from), 1, a.get()); };
+  begin(a.get());
+  write(0, 7);
+  GraphBranches branches(a.get());
+  branches.next();
+  copy(0, 1), write(3, 1);
+  {
+    GraphBranches within(a.get());
+    within.next(), write(3, 2), within.next(), copy(1, 2), within.join();
+  }
+  branches.next();
+  write(3, 9), copy(0, 0);
+  branches.join();
+  copy(3, 0);
+  const CUgraphExec exec = end(a.get());
+  cu.cuGraphLaunch(exec, a.get()), a.synchronize();
+  EXPECT_EQ(std::vector<char>(at, at + 4), (std::vector<char>{2, 7, 7, 2}));
+  cu.cuGraphExecDestroy(exec);
+}
+
+TEST_F(Captures, BranchesThatTheDriverRefusesAreAnError) {
+  const OwnedStream a = stream();
+  begin(a.get());
+  GraphBranches branches(a.get());
+  branches.next();
+  state().fail_next = kCudaInvalidValue;
+  EXPECT_NE(error_code([&] { branches.join(); }), "");
+  cu.cuGraphExecDestroy(end(a.get()));
 }
 
 // A capture is not disturbed when plans are made and end, on the thread that captures or on another one.

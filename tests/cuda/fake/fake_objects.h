@@ -20,8 +20,10 @@ struct CUctx_st {
 };
 struct CUstream_st {
   CUcontext context;
-  bool blocking = false;       // the null stream and this one wait for each other
-  CUgraph captured = nullptr;  // what the stream's calls are added to
+  bool blocking = false;                 // the null stream and this one wait for each other
+  CUgraph captured = nullptr;            // what the stream's calls are added to
+  std::vector<CUgraphNode> in_front{};   // of what would be captured now
+  std::vector<CUgraphEdgeData> edges{};  // likewise
   std::deque<std::function<void()>> work;
 };
 struct CUuserObject_st {
@@ -29,12 +31,16 @@ struct CUuserObject_st {
   void* argument;
 };
 using Objects = std::vector<std::shared_ptr<CUuserObject_st>>;
+struct CUgraphNode_st {
+  std::function<void()> work;
+  std::vector<CUgraphNode> in_front;
+};
 struct CUgraph_st {
   unsigned long long capture;
   int mode;
   std::thread::id thread;
   bool invalid = false;
-  std::vector<std::function<void()>> work;
+  std::deque<CUgraphNode_st> nodes;
   Objects objects;
 };
 struct CUgraphExec_st {
@@ -46,6 +52,7 @@ struct CUevent_st {
     CUstream stream;
     bool done = false;
     CUgraph captured = nullptr;
+    std::vector<CUgraphNode> in_front{};
   };
   std::shared_ptr<Point> point;
 };
@@ -86,7 +93,8 @@ CUresult enqueue(CUstream stream, Work work) {
   if (stream == nullptr) return work(), kCudaSuccess;
   if (stream->captured == nullptr) return stream->work.emplace_back(std::move(work)), kCudaSuccess;
   if (stream->captured->invalid) return kCaptureInvalidated;
-  return stream->captured->work.emplace_back(std::move(work)), kCudaSuccess;
+  CUgraphNode_st& node = stream->captured->nodes.emplace_back(CUgraphNode_st{std::move(work), stream->in_front});
+  return stream->in_front = {&node}, kCudaSuccess;
 }
 
 void drain(CUstream);

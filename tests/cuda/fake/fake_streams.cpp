@@ -1,4 +1,6 @@
 // Streams, captures, graphs and events of the fake driver.
+#include <algorithm>
+
 #include "cuda/fake/fake_objects.h"
 
 namespace imbrex::cuda {
@@ -11,6 +13,22 @@ namespace {
 
 std::set<CUgraph> captures;  // that go on
 thread_local int thread_mode = kCaptureGlobal;
+
+// The work of a graph in an order that its dependencies allow: the last of what may be next, so that work which depends on too little comes
+// too early.
+std::vector<std::function<void()>> in_an_order(const CUgraph_st& graph) {
+  std::vector<std::function<void()>> order;
+  std::set<const CUgraphNode_st*> done;
+  const auto may_be_next = [&](const CUgraphNode_st& node) {
+    return !done.contains(&node) && std::ranges::all_of(node.in_front, [&](CUgraphNode one) { return done.contains(one); });
+  };
+  while (order.size() < graph.nodes.size()) {
+    const auto next = std::find_if(graph.nodes.rbegin(), graph.nodes.rend(), may_be_next);
+    done.insert(&*next);
+    order.push_back(next->work);
+  }
+  return order;
+}
 
 }  // namespace
 
@@ -79,16 +97,26 @@ CUresult cuStreamIsCapturing(CUstream stream, int* status) {
   const CUgraph graph = stream == nullptr ? nullptr : stream->captured;
   return *status = graph == nullptr ? kCaptureStatusNone : graph->invalid ? 2 : kCaptureStatusActive, kCudaSuccess;
 }
-CUresult cuStreamGetCaptureInfo_v3(CUstream stream, int* status, unsigned long long* id, CUgraph* graph, const CUgraphNode**,
-                                   const CUgraphEdgeData**, size_t*) {
+CUresult cuStreamGetCaptureInfo_v3(CUstream stream, int* status, unsigned long long* id, CUgraph* graph, const CUgraphNode** nodes,
+                                   const CUgraphEdgeData** edges, size_t* count) {
   cuStreamIsCapturing(stream, status);
-  if (*status == kCaptureStatusActive) *id = stream->captured->capture, *graph = stream->captured;
-  return kCudaSuccess;
+  if (*status != kCaptureStatusActive) return kCudaSuccess;
+  *id = stream->captured->capture, *graph = stream->captured;
+  if (nodes == nullptr) return kCudaSuccess;
+  stream->edges.resize(stream->in_front.size());
+  return *nodes = stream->in_front.data(), *edges = stream->edges.data(), *count = stream->in_front.size(), kCudaSuccess;
+}
+CUresult cuStreamUpdateCaptureDependencies_v2(CUstream stream, const CUgraphNode* nodes, const CUgraphEdgeData*, size_t count,
+                                              unsigned flags) {
+  if (const CUresult result = failure(); result != 0) return result;
+  if (stream->captured == nullptr || stream->captured->invalid || flags != kSetCaptureDependencies) return kCudaInvalidValue;
+  return stream->in_front.assign(nodes, nodes + count), kCudaSuccess;
 }
 CUresult cuThreadExchangeStreamCaptureMode(int* mode) { return std::swap(*mode, thread_mode), kCudaSuccess; }
 CUresult cuStreamBeginCapture_v2(CUstream stream, int mode) {
   const std::lock_guard lock(mutex);
-  stream->captured = new CUgraph_st{.capture = next_id++, .mode = mode, .thread = std::this_thread::get_id(), .work = {}, .objects = {}};
+  stream->captured = new CUgraph_st{.capture = next_id++, .mode = mode, .thread = std::this_thread::get_id(), .nodes = {}, .objects = {}};
+  stream->in_front.clear();
   return captures.insert(stream->captured), kCudaSuccess;
 }
 CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
@@ -104,7 +132,7 @@ CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
   return kCaptureInvalidated;
 }
 CUresult cuGraphInstantiateWithFlags(CUgraphExec* exec, CUgraph graph, unsigned long long) {
-  return *exec = new CUgraphExec_st{graph->work, graph->objects}, kCudaSuccess;
+  return *exec = new CUgraphExec_st{in_an_order(*graph), graph->objects}, kCudaSuccess;
 }
 CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream) {
   return enqueue(stream, [works = exec->work] {
@@ -151,7 +179,10 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
   if (!current()) return kCudaInvalidContext;
   if (event->point.use_count() > 1) event->point = std::make_shared<CUevent_st::Point>();  // somebody still looks at the last record
   *event->point = {stream};
-  if (stream != nullptr && stream->captured != nullptr) return event->point->captured = stream->captured, kCudaSuccess;
+  if (stream != nullptr && stream->captured != nullptr) {
+    event->point->captured = stream->captured, event->point->in_front = stream->in_front;
+    return kCudaSuccess;
+  }
   return enqueue(stream, [point = event->point] { point->done = true; });
 }
 // A stream that waits for an event of a capture joins that capture.
@@ -159,7 +190,11 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
   if (const CUresult result = failure(); result != 0) return result;
   if (!current()) return kCudaInvalidContext;
   ++the_state.stream_waits;
-  if (const CUgraph graph = event->point->captured; graph != nullptr) return stream->captured = graph, kCudaSuccess;
+  if (const CUgraph graph = event->point->captured; graph != nullptr) {
+    if (std::exchange(stream->captured, graph) != graph) stream->in_front.clear();
+    stream->in_front.insert(stream->in_front.end(), event->point->in_front.begin(), event->point->in_front.end());
+    return kCudaSuccess;
+  }
   if (stream != nullptr && stream->captured != nullptr) return stream->captured->invalid = true, kCaptureIsolation;
   return enqueue(stream, [point = event->point] {
     if (!point->done) drain(point->stream);

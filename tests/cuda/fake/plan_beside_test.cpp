@@ -105,11 +105,12 @@ TEST_F(PlanBeside, VerifyWaitsForPrefill) {
             (std::vector<Launched>{{"attention_sm90_verify", false, false}, {"attention_sm90_decode", true, true}}));
 }
 
-// Kernels of a graph wait for each other, and those for the longest queries come last.
-TEST_F(PlanBeside, GraphsWait) {
+// In a graph the kernels that fold wait for each other, those for the longest queries last, and decode is a branch of its own: the fake
+// driver takes the last branch first.
+TEST_F(PlanBeside, GraphsHaveBranches) {
   EXPECT_EQ(launches_of({{1, 300}, {500, 900}}, true),
             (std::vector<Launched>{
-                {"attention_sm90_decode", false, true}, {"attention_sm90_verify", false, true}, {"attention_sm90", false, true}}));
+                {"attention_sm90_verify", false, true}, {"attention_sm90", false, true}, {"attention_sm90_decode", false, true}}));
 }
 
 TEST_F(PlanBeside, GraphsHoldWhatTheLimitsAllow) {
