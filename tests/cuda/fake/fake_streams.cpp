@@ -99,7 +99,7 @@ CUresult cuStreamIsCapturing(CUstream stream, int* status) {
 }
 CUresult cuStreamGetCaptureInfo_v3(CUstream stream, int* status, unsigned long long* id, CUgraph* graph, const CUgraphNode** nodes,
                                    const CUgraphEdgeData** edges, size_t* count) {
-  cuStreamIsCapturing(stream, status);
+  if (const CUresult result = cuStreamIsCapturing(stream, status); result != 0) return result;
   if (*status != kCaptureStatusActive) return kCudaSuccess;
   *id = stream->captured->capture, *graph = stream->captured;
   if (nodes == nullptr) return kCudaSuccess;
