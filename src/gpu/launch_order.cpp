@@ -9,7 +9,8 @@ LaunchOrder launch_order(const std::array<RegimeTasks, kNumRegimes>& work, bool 
   constexpr std::array kEager = {kPrefill, kVerify, kDecode}, kCaptured = {kDecode, kVerify, kPrefill},
                        kDrafts = {kVerify, kDecode, kPrefill};
   const bool any = captured || on_device;
-  const std::array<Regime, kNumRegimes>& regimes = !captured ? kEager : work[kPrefill].tasks > 0 ? kCaptured : kDrafts;
+  const bool drafts = work[kPrefill].tasks == 0 && !(work[kDecode].folds && work[kVerify].folds);  // with branches of their own
+  const std::array<Regime, kNumRegimes>& regimes = !captured ? kEager : drafts ? kDrafts : kCaptured;
   LaunchOrder order;
   bool sums_in_use = false;  // by a launch in front
   for (auto at = regimes.begin(); at != regimes.end(); ++at) {

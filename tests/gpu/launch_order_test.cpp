@@ -45,7 +45,8 @@ TEST(LaunchOrder, InGraphsThoseThatFoldAreOneBranch) {
 
 TEST(LaunchOrder, InGraphsWithoutPrefillVerifyBegins) {
   EXPECT_EQ(text({{{3}, {5, true}, {}}}, true), "| verify 5 waits, | decode 3 waits");
-  EXPECT_EQ(text({{{3, true}, {5, true}, {}}}, true), "| verify 5 waits, decode 3 waits");
+  EXPECT_EQ(text({{{3, true}, {5}, {}}}, true), "| verify 5 waits, | decode 3 waits");
+  EXPECT_EQ(text({{{3, true}, {5, true}, {}}}, true), "| decode 3 waits, verify 5 waits") << "they are one branch";
 }
 
 }  // namespace
