@@ -1,5 +1,5 @@
 #pragma once
-// Branches of a graph that a stream is captured into.
+// Branches of a graph that a stream is captured into, which the launches of Plan::run() are (cuda/plan/plan_run.cpp).
 #include <vector>
 
 #include "cuda/driver/driver.h"
