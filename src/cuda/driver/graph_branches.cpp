@@ -9,6 +9,13 @@ GraphBranches::GraphBranches(CUstream stream)
   if (can_) in_front_ = dependencies();
 }
 
+GraphBranches::~GraphBranches() {
+  try {
+    join();
+  } catch (const Error&) {  // of a capture that is broken: nothing can be joined
+  }
+}
+
 void GraphBranches::next() {
   if (!can_) return;
   if (in_branch_) end_branch(), set(in_front_);
@@ -16,10 +23,10 @@ void GraphBranches::next() {
 }
 
 void GraphBranches::join() {
-  if (!can_ || !in_branch_) return;
-  end_branch();
+  if (in_branch_) end_branch();
+  if (ends_.nodes.empty()) return;
   set(ends_);
-  in_branch_ = false;
+  ends_ = {};
 }
 
 GraphBranches::Dependencies GraphBranches::dependencies() const {
@@ -46,6 +53,7 @@ void GraphBranches::end_branch() {
   const Dependencies end = dependencies();
   ends_.nodes.insert(ends_.nodes.end(), end.nodes.begin(), end.nodes.end());
   ends_.edges.insert(ends_.edges.end(), end.edges.begin(), end.edges.end());
+  in_branch_ = false;
 }
 
 }  // namespace imbrex::cuda

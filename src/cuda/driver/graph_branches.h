@@ -12,7 +12,10 @@ namespace imbrex::cuda {
 class GraphBranches {
  public:
   explicit GraphBranches(CUstream);  // which is captured
-  void next();                       // what is launched now begins a branch
+  ~GraphBranches();                  // joins what an exception left, where the capture goes on
+  GraphBranches(const GraphBranches&) = delete;
+  GraphBranches& operator=(const GraphBranches&) = delete;
+  void next();  // what is launched now begins a branch
   void join();
 
  private:

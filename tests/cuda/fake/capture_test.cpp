@@ -147,11 +147,35 @@ TEST_F(Captures, BranchesWaitForWhatIsInFrontAndNotForEachOther) {
   cu.cuGraphExecDestroy(exec);
 }
 
+TEST_F(Captures, BranchesThatAnExceptionLeavesAreJoined) {
+  const OwnedStream a = stream();
+  const DeviceBuffer memory = zeroed(context, 4);
+  char* const at = memory.as<char>();
+  const auto write = [&](int i, unsigned char value) { cu.cuMemsetD8Async(CUdeviceptr(at + i), value, 1, a.get()); };
+  begin(a.get());
+  write(0, 7);
+  const auto fails = [&] {
+    GraphBranches branches(a.get());
+    branches.next(), write(0, 1);
+    GraphBranches within(a.get());
+    within.next(), write(1, 1), within.next(), write(2, 1);
+    throw Error("test.left", "between two branches");
+  };
+  EXPECT_EQ(error_code(fails), "test.left");
+  write(0, 2), write(1, 2), write(2, 2);
+  const CUgraphExec exec = end(a.get());
+  cu.cuGraphLaunch(exec, a.get()), a.synchronize();
+  EXPECT_EQ(std::vector<char>(at, at + 4), (std::vector<char>{2, 2, 2, 0}));
+  cu.cuGraphExecDestroy(exec);
+}
+
 TEST_F(Captures, BranchesThatTheDriverRefusesAreAnError) {
   const OwnedStream a = stream();
+  const DeviceBuffer memory = zeroed(context, 1);
   begin(a.get());
   GraphBranches branches(a.get());
   branches.next();
+  cu.cuMemsetD8Async(CUdeviceptr(memory.as<char>()), 1, 1, a.get());
   for (const long call : {1, 2}) {  // of those that join() makes
     const fake::FailCall<false> failing(call);
     EXPECT_EQ(error_code([&] { branches.join(); }), "cuda.driver");
