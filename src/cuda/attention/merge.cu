@@ -3,12 +3,14 @@
 //
 // Memory: every partial row is read once, 4 * kHeadDimV bytes and a state.
 #include "async.cuh"
+#include "cuda/merge_params.h"
 #include "row_sums.cuh"
 
 namespace imbrex::cuda {
 
 constexpr int kKeptItems = 64;
 constexpr int kMostLanes = most_merge_lanes(kHeadDimV), kSomeLanes = kMostLanes < 2 ? kMostLanes : 2;  // of a row's eight dims
+constexpr int kManyParts = many_merge_parts(kHeadDimV);
 static_assert(kEights <= kMergeThreads);
 
 struct SharedStorage {
@@ -19,11 +21,13 @@ extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 extern __shared__ __align__(1024) char memory[];
 
 // Rows of an item and kv head, a share of them: row r is token r / kGroup and, of the head's q heads, number r % kGroup. kLanes threads
-// share out the splits of eight dims.
-template <int kLanes>
-DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_head, int share, int shares, bool are_short) {
-  constexpr int kRowThreads = kEights * kLanes, kRows = kMergeThreads / kRowThreads;
-  const int thread = int(threadIdx.x), lane = thread % kLanes, d = first_dim_of(thread / kLanes), heads = p.num_kv_heads * kGroup;
+// share out the splits of eight dims, and kParts blocks the dims, of which this one has number `part`.
+template <int kLanes, int kParts>
+DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_head, int share, int shares, int part, bool are_short) {
+  constexpr int kRowThreads = kEights / kParts * kLanes, kRows = kMergeThreads / kRowThreads;
+  static_assert(kParts == 1 || kRows == 1);
+  const int thread = int(threadIdx.x), lane = thread % kLanes, d = first_dim_of(part * (kEights / kParts) + thread / kLanes),
+            heads = p.num_kv_heads * kGroup;
   const int end = (item.q_end - item.q_begin) * kGroup;
   const long stride = long(item.q_end - item.q_begin) * heads;
   const bool has_parts = kShares && item.first_partial < 0;
@@ -44,11 +48,11 @@ DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_h
 // Merges rows of an item, with no more lanes than it has splits for, so that every lane has something to load.
 DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_head, int share, int shares, bool are_short) {
   if (item.num_splits <= kPiecesTogether) {
-    merge_rows<1>(p, item, kv_head, share, shares, are_short);
+    merge_rows<1, 1>(p, item, kv_head, share, shares, 0, are_short);
   } else if (item.num_splits <= kSomeLanes * kPiecesTogether) {
-    merge_rows<kSomeLanes>(p, item, kv_head, share, shares, are_short);
+    merge_rows<kSomeLanes, 1>(p, item, kv_head, share, shares, 0, are_short);
   } else {
-    merge_rows<kMostLanes>(p, item, kv_head, share, shares, are_short);
+    merge_rows<kMostLanes, 1>(p, item, kv_head, share, shares, 0, are_short);
   }
 }
 
@@ -63,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __gri
     items[i] = list.counts == nullptr ? 0 : list.counts->num_merges;
     all += items[i] * p.num_kv_heads * list.shares;
   }
-  bool any_long = false;
+  bool any_long = false, any_many = false;
 #pragma unroll
   for (int i = 0; i < kPlanRegimes; ++i) {
     const int thread = int(threadIdx.x);
@@ -71,6 +75,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __gri
     const MergeItem item = p.merge_lists[i].items[thread];
     shared.items[i][thread] = item;
     any_long = any_long || item.num_splits > kSomeLanes * kPiecesTogether;
+    any_many = any_many || item.num_splits > kManySplits;
   }
   any_long = __syncthreads_or(any_long) != 0;
   // Where there are more shares than blocks, an item has so few that none is empty, however few splits there are. Rows of many splits need
@@ -82,8 +87,12 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __gri
   all = 0;
 #pragma unroll
   for (int i = 0; i < kPlanRegimes; ++i) ends[i] = all += items[i] * p.num_kv_heads * shares_of(i);
-  if (p.lists_are_there && (int(blockIdx.x) < all || blockIdx.x == 0)) griddep_wait();
-  for (int task = int(blockIdx.x); task < all; task += int(gridDim.x)) {
+  // Rows of very many splits, where there is a block for each part of every row.
+  const bool in_parts = kManyParts > 0 && all_shares && all * kManyParts <= int(gridDim.x) && __syncthreads_or(any_many) != 0;
+  const int parts = in_parts ? kManyParts : 1;
+  if (p.lists_are_there && (int(blockIdx.x) < all * parts || blockIdx.x == 0)) griddep_wait();
+  for (int number = int(blockIdx.x); number < all * parts; number += int(gridDim.x)) {
+    const int task = number / parts;
     int list = 0, begin = 0, num_items = items[0];
 #pragma unroll
     for (int i = 1; i < kPlanRegimes; ++i)
@@ -93,7 +102,14 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __gri
     const int heads = p.num_kv_heads, of_share = num_items * heads, share = (task - begin) / of_share, rest = (task - begin) % of_share;
     const int index = rest / heads;
     const MergeItem item = *(index < kKeptItems ? &shared.items[list][index] : from.items + index);
-    merge_rows(p, item, rest % heads, share, shares_of(list), kShortSums && from.are_short);
+    const bool are_short = kShortSums && from.are_short;
+    if constexpr (kManyParts > 0) {
+      if (in_parts) {
+        merge_rows<kManyMergeLanes, kManyParts>(p, item, rest % heads, share, shares_of(list), number % parts, are_short);
+        continue;
+      }
+    }
+    merge_rows(p, item, rest % heads, share, shares_of(list), are_short);
   }
 }
 
