@@ -17,14 +17,11 @@
 #include "cuda/attention/attention_sm90_decode.h"
 #include "cuda/attention/attention_sm90_fp8.h"
 #include "cuda/attention/attention_sm90_latent.h"
-#include "cuda/attention/attention_sm90_latent_decode.h"
-#include "cuda/attention/attention_sm90_latent_decode_spread.h"
-#include "cuda/attention/attention_sm90_latent_pair.h"
-#include "cuda/attention/attention_sm90_latent_spread.h"
 #include "cuda/attention/attention_sm90_verify.h"
 #include "cuda/attention/expressions.h"
 #include "cuda/attention/flat_kv.h"
 #include "cuda/attention/kernel_choices.h"
+#include "cuda/attention/latent_kernels.h"
 #include "cuda/driver/tensor_map.h"
 #include "cuda/plan/plan.h"
 #include "family/begin_plan.h"
@@ -86,11 +83,6 @@ const Sm90Prefill& sm90_prefill(const AttentionSpec& spec) {
   return spec.q_dtype == DType::fp8_e4m3 ? kBytes : kWords;
 }
 
-// Whether kernels for latents of many dims run the layer.
-bool runs_sm90_latents(std::string_view arch, const AttentionSpec& spec) {
-  return attention_sm90_latent_tiles(arch, spec) || attention_sm90_latent_decode_tiles(arch, spec, kPrefill);
-}
-
 // Whether prefill has a kernel of its own, which latents of many dims do not.
 bool has_sm90_prefill(const AttentionSpec& spec) { return sm90_prefill(spec).refusals(spec).empty() && !runs_sm90_latents("sm_90a", spec); }
 
@@ -108,20 +100,6 @@ std::optional<Sm90VerifyTiles> sm90_verify_tiles(std::string_view arch, const At
   constexpr int kFewDims = 64;
   const bool slow = tiles && widens(spec) && tiles->rows > kTeamRows && std::max(spec.head_dim_qk, spec.head_dim_v) > kFewDims;
   return slow && regime == kVerify ? std::nullopt : tiles;
-}
-
-// Of a kernel for latents, of which so many thread blocks take every item together.
-template <class Tiles>
-Tile latent_tile(const Tiles& tiles, int cluster = 1) {
-  return {.rows = tiles.rows,
-          .keys = tiles.keys,
-          .runs = true,
-          .blocks = 1,
-          .cluster = cluster,
-          .together = true,
-          .merged = true,
-          .least_piece = tiles.least_piece,
-          .split_cost = tiles.split_cost};
 }
 
 // What widens or copies rows is no faster alone.
@@ -142,30 +120,7 @@ RegimeKernel sm90_decode_kernel(const AttentionSpec& spec, const AttentionTiles&
 
 RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   if (arch != "sm_90a") return {};
-  if (const auto tiles = attention_sm90_latent_decode_tiles(arch, spec, regime)) {
-    return {.entry = "attention_sm90_latent_decode",
-            .tile = latent_tile(*tiles),
-            .threads = tiles->threads,
-            .run_sums = attention_sm90_latent_decode_run_sums(spec, *tiles),
-            .maps = attention_sm90_latent_decode_maps(*tiles)};
-  }
-  if (const auto tiles = attention_sm90_latent_pair_tiles(arch, spec)) {
-    return {.entry = "attention_sm90_latent_pair",
-            .tile = latent_tile(*tiles, kSm90LatentPairCluster),
-            .threads = kSm90LatentThreads,
-            .cluster = kSm90LatentPairCluster,
-            .run_sums = attention_sm90_latent_pair_run_sums(spec),
-            .maps = attention_sm90_latent_pair_maps};
-  }
-  if (const auto tiles = attention_sm90_latent_tiles(arch, spec)) {
-    return {.entry = "attention_sm90_latent",
-            .tile = latent_tile(*tiles),
-            .threads = kSm90LatentThreads,
-            .cluster = attention_sm90_latent_cluster(spec),
-            .run_sums = attention_sm90_latent_run_sums(spec),
-            .short_sums = true,
-            .maps = attention_sm90_latent_maps};
-  }
+  if (const auto kernel = sm90_latent_kernel(arch, spec, regime)) return *kernel;
   if (regime == kPrefill && has_sm90_prefill(spec)) {
     const Sm90Prefill& kernel = sm90_prefill(spec);
     const Sm90Tiles tiles = kernel.tiles(spec);
@@ -202,10 +157,7 @@ RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regim
 }
 
 KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Regime regime, DType out) {
-  if (const auto tiles = attention_sm90_latent_decode_tiles(arch, spec, regime))
-    return attention_sm90_latent_decode_key(arch, spec, out, *tiles, true);
-  if (const auto tiles = attention_sm90_latent_pair_tiles(arch, spec)) return attention_sm90_latent_pair_key(arch, spec, out, *tiles, true);
-  if (const auto tiles = attention_sm90_latent_tiles(arch, spec)) return attention_sm90_latent_key(arch, spec, out, *tiles, true);
+  if (auto key = sm90_latent_attention(arch, spec, regime, out, true)) return *std::move(key);
   if (regime == kPrefill && has_sm90_prefill(spec)) return sm90_prefill(spec).key(arch, spec, out);
   if (const auto tiles = sm90_verify_tiles(arch, spec, regime)) return attention_sm90_verify_key(arch, spec, out, *tiles, true);
   if (const auto tiles = sm90_decode_tiles(arch, spec, regime)) return attention_sm90_decode_key(arch, spec, out, *tiles, true);
@@ -231,11 +183,7 @@ RegimeKernel mapless_kernel(std::string_view arch, const AttentionSpec& spec, Re
 }
 
 KernelKey mapless_attention(std::string_view arch, const AttentionSpec& spec, Regime regime, DType out) {
-  if (const auto tiles = attention_sm90_latent_decode_tiles(arch, spec, regime))
-    return attention_sm90_latent_decode_key(arch, spec, out, *tiles, false);
-  if (const auto tiles = attention_sm90_latent_pair_tiles(arch, spec))
-    return attention_sm90_latent_pair_key(arch, spec, out, *tiles, false);
-  if (const auto tiles = attention_sm90_latent_tiles(arch, spec)) return attention_sm90_latent_key(arch, spec, out, *tiles, false);
+  if (auto key = sm90_latent_attention(arch, spec, regime, out, false)) return *std::move(key);
   if (takes_mapless_prefill(spec, regime)) return attention_sm80_key(arch, spec, out, mapless_prefill_tiles(arch, spec));
   if (const auto tiles = sm90_verify_tiles(arch, spec, regime)) return attention_sm90_verify_key(arch, spec, out, *tiles, false);
   return attention_sm90_decode_key(arch, spec, out, *sm90_decode_tiles(arch, spec, regime), false);
@@ -281,22 +229,12 @@ KernelKey flat_attention(std::string_view arch, const AttentionSpec& spec, Regim
 // Where there are few tasks: latents alone.
 template <bool fewest>
 RegimeKernel few_tasks_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
-  const auto few = attention_sm90_latent_decode_tiles(arch, spec, regime);
-  const auto form =
-      few ? attention_sm90_latent_decode_spread(arch, spec, regime, fewest) : attention_sm90_latent_spread(arch, spec, fewest);
-  if (!form) return {};
-  return {.entry = few ? "attention_sm90_latent_decode_spread" : "attention_sm90_latent_spread",
-          .threads = kSm90LatentSpreadThreads,
-          .cluster = form->cluster,
-          .most_tasks = form->most_tasks,
-          .maps = few ? attention_sm90_latent_decode_maps(*few) : attention_sm90_latent_maps};
+  return sm90_few_tasks_kernel(arch, spec, regime, fewest);
 }
 
 template <bool fewest>
 KernelKey few_tasks_attention(std::string_view arch, const AttentionSpec& spec, Regime regime, DType out) {
-  if (const auto few = attention_sm90_latent_decode_tiles(arch, spec, regime))
-    return attention_sm90_latent_decode_spread_key(arch, spec, out, *few, *attention_sm90_latent_decode_spread(arch, spec, regime, fewest));
-  return attention_sm90_latent_spread_key(arch, spec, out, *attention_sm90_latent_spread(arch, spec, fewest));
+  return sm90_few_tasks_attention(arch, spec, regime, out, fewest);
 }
 
 // Of results of any of these kernels.

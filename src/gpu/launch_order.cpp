@@ -5,12 +5,11 @@
 
 namespace imbrex::gpu {
 
-LaunchOrder launch_order(const std::array<RegimeTasks, kNumRegimes>& work, bool captured, bool on_device) {
-  constexpr std::array kEager = {kPrefill, kVerify, kDecode}, kCaptured = {kDecode, kVerify, kPrefill},
-                       kDrafts = {kVerify, kDecode, kPrefill};
+LaunchOrder launch_order(const std::array<RegimeTasks, kNumRegimes>& work, bool captured, bool on_device, bool drafts) {
+  constexpr std::array kLongestFirst = {kPrefill, kVerify, kDecode}, kShortestFirst = {kDecode, kVerify, kPrefill};
   const bool any = captured || on_device;
-  const bool drafts = work[kPrefill].tasks == 0 && !(work[kDecode].folds && work[kVerify].folds);  // with branches of their own
-  const std::array<Regime, kNumRegimes>& regimes = !captured ? kEager : drafts ? kDrafts : kCaptured;
+  const bool one_branch = work[kDecode].folds && work[kVerify].folds;
+  const std::array<Regime, kNumRegimes>& regimes = captured && (!drafts || one_branch) ? kShortestFirst : kLongestFirst;
   LaunchOrder order;
   bool sums_in_use = false;  // by a launch in front
   for (auto at = regimes.begin(); at != regimes.end(); ++at) {

@@ -27,18 +27,18 @@ class LaunchOrder {
   const RegimeLaunch* end() const { return launches_.data() + count_; }
 
  private:
-  friend LaunchOrder launch_order(const std::array<RegimeTasks, kNumRegimes>&, bool, bool);
+  friend LaunchOrder launch_order(const std::array<RegimeTasks, kNumRegimes>&, bool, bool, bool);
   std::array<RegimeLaunch, kNumRegimes> launches_{};
   size_t count_ = 0;
 };
 
 // `captured`: into a graph, which serves any step. `on_device`: only the device knows how long the lists are. In both cases there may be
-// less work than tasks.
+// less work than tasks. `drafts`: no request has more query tokens than drafts have.
 //
 // Outside of graphs the kernels run beside each other, and long items begin first. In a graph most launches are idle, and they are
-// branches, of which the first begins soonest: decode, or verify where there is no prefill. Those that fold are one branch, in which each
-// begins before the one in front has ended, and waits for it then. One that begins while another reads keys by TMA delays that by some 4 us
-// on an H100, whatever it does itself: so the launches for the longest queries come last.
-LaunchOrder launch_order(const std::array<RegimeTasks, kNumRegimes>&, bool captured, bool on_device);
+// branches, of which the first begins soonest: decode, or what drafts have. Those that fold in the same memory
+// are one branch, in which each begins before the one in front has ended, and waits for it then. One that begins while another reads keys
+// by TMA delays that by some 4 us on an H100, whatever it does itself: so the launches for the longest queries come last.
+LaunchOrder launch_order(const std::array<RegimeTasks, kNumRegimes>&, bool captured, bool on_device, bool drafts);
 
 }  // namespace imbrex::gpu

@@ -140,7 +140,7 @@ TEST(AttentionSm90, PrefixesOfLatentsAreSharedWhereATileHasRowsOfSeveralTokens) 
         EXPECT_EQ(outline_of(spec, balanced, prompts).regimes[kVerify].kernel.tile.rows, own.tile.rows) << spec.str();
       if (rows == 0) continue;
       const PlanOutline::OfRegime& verify = shared.regimes[kVerify];
-      EXPECT_EQ(verify.kernel_of, kPrefill);
+      EXPECT_EQ(verify.kernel_of, has_wide_latent_items(spec, kPrefill) ? kVerify : kPrefill);
       EXPECT_EQ(verify.kernel.tile.rows, rows) << spec.str();
       EXPECT_EQ(verify.policy.tile_q, rows / heads) << spec.str();
       EXPECT_GE(verify.bounds.num_work, 4 * 64) << "though no request within the limits is of verify";
@@ -238,14 +238,14 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
   spec.kv_format = KvFormat::latent, spec.kv_dtype = DType::bf16;
   for (const auto& [qk, v] : {std::pair{320, 256}, {256 + 16, 256}, {448, 384}, {512, 512}}) {
     spec.head_dim_qk = qk, spec.head_dim_v = v;
-    EXPECT_TRUE(attention_sm90_latent_tiles(kArch, spec)) << qk;
-    EXPECT_GE(attention_sm90_latent_tiles(kArch, spec)->stages, 5) << qk;
+    EXPECT_TRUE(attention_sm90_latent_tiles(kArch, spec, kDecode)) << qk;
+    EXPECT_GE(attention_sm90_latent_tiles(kArch, spec, kDecode)->stages, 5) << qk;
     EXPECT_EQ(few_tasks(0).cluster, v == 384 ? 3u : 2u) << qk;
     EXPECT_EQ(few_tasks(1).entry != nullptr, v == 512) << qk;
   }
   for (const auto& [qk, v] : {std::pair{128, 64}, {256, 256}, {576, 448}, {576, 384}, {328, 264}}) {
     spec.head_dim_qk = qk, spec.head_dim_v = v;
-    EXPECT_FALSE(attention_sm90_latent_tiles(kArch, spec)) << qk;
+    EXPECT_FALSE(attention_sm90_latent_tiles(kArch, spec, kDecode)) << qk;
     EXPECT_FALSE(attention_sm90_latent_decode_tiles(kArch, spec, kDecode)) << qk;
   }
 }

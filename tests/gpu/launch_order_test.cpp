@@ -9,10 +9,10 @@ namespace imbrex::gpu {
 namespace {
 
 // "prefill 7, decode 3 beside, ...": `waits` where the launch behind waits; "| " in front of what begins a branch of a graph.
-std::string text(const std::array<RegimeTasks, kNumRegimes>& work, bool captured = false, bool on_device = false) {
+std::string text(const std::array<RegimeTasks, kNumRegimes>& work, bool captured = false, bool on_device = false, bool drafts = false) {
   constexpr const char* kNames[] = {"decode", "verify", "prefill"};
   std::string all;
-  for (const RegimeLaunch& l : launch_order(work, captured, on_device))
+  for (const RegimeLaunch& l : launch_order(work, captured, on_device, drafts))
     all += std::string(all.empty() ? "" : ", ") + (l.branches ? "| " : "") + kNames[l.regime] + " " + std::to_string(l.tasks) +
            (l.beside ? " beside" : "") + (l.next_waits ? " waits" : "");
   return all;
@@ -43,10 +43,12 @@ TEST(LaunchOrder, InGraphsThoseThatFoldAreOneBranch) {
   EXPECT_EQ(text({{{3, true}, {5, true}, {7, true}}}, true), "| decode 3 waits, verify 5 waits, prefill 7 waits");
 }
 
-TEST(LaunchOrder, InGraphsWithoutPrefillVerifyBegins) {
-  EXPECT_EQ(text({{{3}, {5, true}, {}}}, true), "| verify 5 waits, | decode 3 waits");
-  EXPECT_EQ(text({{{3, true}, {5}, {}}}, true), "| verify 5 waits, | decode 3 waits");
-  EXPECT_EQ(text({{{3, true}, {5, true}, {}}}, true), "| decode 3 waits, verify 5 waits") << "they are one branch";
+TEST(LaunchOrder, InGraphsForDraftsTheseBegin) {
+  EXPECT_EQ(text({{{3}, {5, true}, {}}}, true, false, true), "| verify 5 waits, | decode 3 waits");
+  EXPECT_EQ(text({{{3, true}, {5}, {}}}, true, false, true), "| verify 5 waits, | decode 3 waits");
+  EXPECT_EQ(text({{{3}, {}, {7}}}, true, false, true), "| prefill 7 waits, | decode 3 waits");
+  EXPECT_EQ(text({{{3}, {5}, {7}}}, true, false, true), "| prefill 7 waits, | verify 5 waits, | decode 3 waits");
+  EXPECT_EQ(text({{{3, true}, {5, true}, {}}}, true, false, true), "| decode 3 waits, verify 5 waits") << "they are one branch";
 }
 
 }  // namespace

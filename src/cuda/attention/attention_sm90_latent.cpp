@@ -38,26 +38,32 @@ bool has_latent_dims(const AttentionSpec& spec) {
          qk > kOthersDims && qk <= v + kSm90ChunkDims;
 }
 
-std::optional<Sm90LatentTiles> attention_sm90_latent_tiles(std::string_view arch, const AttentionSpec& spec) {
+bool has_wide_latent_items(const AttentionSpec& spec, Regime regime) {
+  return regime == kPrefill && (spec.group_size() == kTeamRows || spec.group_size() == kTeamRows / 2);
+}
+
+std::optional<Sm90LatentTiles> attention_sm90_latent_tiles(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   if (!runs_latent(arch, spec)) return std::nullopt;
   // At the end of each piece of a run the sums of all its rows are written, or read and folded, while no product is computed. The more rows
   // there are, the longer that takes, and the less of it is hidden behind the loads of keys: so pieces are longer.
   constexpr int kSplitCost = 10;  // fitted to an H100: 16, 64 and 128 q heads, a request of 1k to 128k keys
-  const int group = spec.group_size(), piece = group > kTeamRows ? 1024 : group > kTeamRows / 4 ? 512 : 256;
-  return Sm90LatentTiles{
-      .rows = kTeamRows, .keys = kLatentTileKeys, .stages = num_stages(spec), .least_piece = piece, .split_cost = kSplitCost};
+  const int group = spec.group_size(), rows = has_wide_latent_items(spec, regime) ? 2 * kTeamRows : kTeamRows,
+            piece = std::max(group, rows) > kTeamRows ? 1024
+                    : group > kTeamRows / 4           ? 512
+                                                      : 256;
+  return Sm90LatentTiles{.rows = rows, .keys = kLatentTileKeys, .stages = num_stages(spec), .least_piece = piece, .split_cost = kSplitCost};
 }
 
-unsigned attention_sm90_latent_cluster(const AttentionSpec& spec) {
-  const int tasks = (spec.group_size() + kTeamRows - 1) / kTeamRows;
+unsigned attention_sm90_latent_cluster(const AttentionSpec& spec, Regime regime) {
+  const int tasks = has_wide_latent_items(spec, regime) ? 2 : (spec.group_size() + kTeamRows - 1) / kTeamRows;
   return tasks == 2 ? 2 : 1;
 }
 
-int64_t attention_sm90_latent_run_sums(const AttentionSpec& spec) {
+int64_t attention_sm90_latent_run_sums(const AttentionSpec& spec, Regime regime) {
   constexpr int kTeams = 2;  // warpgroups that share out the output's dims
   const int64_t each = kLatentLevels * (kTeamRows / 16) * short_node_words(spec.head_dim_v / kTeams);
   // attention_sm90_latent_spread.cu has its nodes in the same memory: with more dims than registers hold twice, those of all levels.
-  const auto spread = attention_sm90_latent_spread("sm_90a", spec, false);
+  const auto spread = attention_sm90_latent_spread("sm_90a", spec, regime, false);
   const int levels = spread && spread->own_dims > kLatentSpreadDims ? kLatentPairLevels + 1 : kLatentPairLevels;
   const int64_t of_spread = spread ? levels * run_node_floats(spread->own_dims) : 0;
   return kTeams * std::max(each, of_spread);
@@ -67,7 +73,7 @@ KernelKey latent_kernel_key(const char* path, std::string_view arch, const Atten
                             bool maps, int width) {
   return {path, std::string(arch),
           attention_constants(spec, out,
-                              {{"kTileRows", rows},
+                              {{"kTileRows", std::min(rows, kTeamRows)},
                                {"kItemRows", rows},
                                {"kTileKeys", keys},
                                {"kKeyWarps", 0},

@@ -61,7 +61,9 @@ int attention_sm90_latent_decode_width(const AttentionSpec& spec) {
 std::optional<Sm90LatentDecodeTiles> attention_sm90_latent_decode_tiles(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   if (!runs_few_rows(arch, spec)) return std::nullopt;
   const int group = spec.group_size(), rows = regime == kDecode && group <= kFewRows ? kFewRows : kMoreRows;
-  if (attention_sm90_latent_tiles(arch, spec) && (regime == kPrefill || group > rows)) return std::nullopt;
+  // Verify is left to kernels of more rows where a token has as many as here.
+  const bool others = regime == kPrefill || group > rows || (regime == kVerify && has_wide_latent_items(spec, kPrefill));
+  if (others && attention_sm90_latent_tiles(arch, spec, regime)) return std::nullopt;
   const int piece = rows == kFewRows ? 256 : 512;
   return Sm90LatentDecodeTiles{
       .rows = rows, .keys = kTileKeys, .stages = num_stages(spec, rows), .least_piece = piece, .split_cost = kSplitCost, .threads = 384};

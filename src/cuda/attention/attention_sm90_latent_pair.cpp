@@ -26,10 +26,11 @@ int num_pair_stages(const AttentionSpec& spec) {
 
 }  // namespace
 
-std::optional<Sm90LatentTiles> attention_sm90_latent_pair_tiles(std::string_view arch, const AttentionSpec& spec) {
+std::optional<Sm90LatentTiles> attention_sm90_latent_pair_tiles(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   constexpr int kPiece = 512, kSplitCost = 10;  // keys; as that of attention_sm90_latent.cpp
   const bool plain = has_plain_logits(spec) && !has_window(spec.mask) && !has_small_pages(spec);
-  if (!attention_sm90_latent_tiles(arch, spec) || spec.group_size() > kTeamRows || !plain) return std::nullopt;
+  const auto tiles = attention_sm90_latent_tiles(arch, spec, regime);
+  if (!tiles || std::max(tiles->rows, spec.group_size()) > kTeamRows || !plain) return std::nullopt;
   return Sm90LatentTiles{.rows = kTeamRows,
                          .keys = kPairBlocks * kPairTileKeys,
                          .stages = num_pair_stages(spec),

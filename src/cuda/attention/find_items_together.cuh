@@ -15,12 +15,29 @@ struct ClusterNumbers {
   }
 };
 
+// A block's task of those that have such a number. Where an item's rows are two tasks of several tokens each, not all of them see the same
+// keys: then blocks that bring each other keys take those that either of them needs, and a task without rows takes one tile.
+template <int tasks_each>
+DEVICE Item item_of_block(const AttentionParams& p, int number, int rank) {
+  Item item = item_of(p, number * tasks_each + rank % tasks_each);
+  if constexpr (kRowBlocks > 1 && kItemRows > kGroup) {
+    if constexpr (tasks_each > 1) {
+      static_assert(tasks_each == 2);
+      const Item other = item_of(p, number * tasks_each + (rank ^ 1) % tasks_each);
+      item.lo = min(item.lo, other.lo), item.hi = max(item.hi, other.hi);
+    } else if (item.num_rows <= 0) {
+      item.hi = item.lo;
+    }
+  }
+  return item;
+}
+
 // Finds a block's first item in front of griddep_wait(), if no kernel in front may be writing lists; false: find_items_together() has to.
 template <int tasks_each, class Shared>
 DEVICE bool find_first_item(const AttentionParams& p, int rank, int blocks, Shared& shared) {
   const int first = int(blockIdx.x) / blocks;
   if (!p.lists_are_there || first >= num_tasks(p) / tasks_each) return false;
-  publish_item(shared, 0, true, item_of(p, first * tasks_each + rank % tasks_each));
+  publish_item(shared, 0, true, item_of_block<tasks_each>(p, first, rank));
   return true;
 }
 
@@ -61,7 +78,7 @@ DEVICE void find_items_together(const AttentionParams& p, int rank, int blocks, 
       mbarrier_wait(shared_address(&shared.item_empty[slot.at]), slot.parity ^ 1);
       const bool exists = number < turns;
       Item item;
-      if (exists) item = item_of(p, number * tasks_each + rank % tasks_each);
+      if (exists) item = item_of_block<tasks_each>(p, number, rank);
       publish_item(shared, slot.at, exists, item);
       if (!exists) break;
     }

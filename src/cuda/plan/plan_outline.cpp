@@ -2,24 +2,37 @@
 #include "cuda/plan/plan_outline.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "attention/kv_codec.h"
 #include "attention/shared_keys.h"
 #include "core/check.h"
+#include "cuda/attention/attention_sm90_latent.h"
 
 namespace imbrex::cuda {
 namespace {
 
+// Sums between the pieces of runs, of all multiprocessors: memory of its own for each regime, whose launches then need not wait for each
+// other, where all of it and `others` bytes are not much. Balanced lists have no runs.
+void lay_out_run_sums(PlanOutline& o, ArrayLayout& layout, const DeviceInfo& device, int64_t others) {
+  constexpr int64_t kMost = int64_t(128) << 20;
+  std::array<int64_t, kNumRegimes> floats{};
+  for (const Regime regime : kRegimes)
+    if (const PlanOutline::OfRegime& s = o.regimes[regime]; s.bounds.num_merges > 0 && !s.policy.balanced)
+      floats[regime] = s.kernel.run_sums * std::max(device.num_workers, 1);
+  const int64_t all = std::accumulate(floats.begin(), floats.end(), int64_t{0}) * int64_t(sizeof(float));
+  o.scratch.one_for_run_sums = all > 0 && others + all > kMost;
+  if (o.scratch.one_for_run_sums) return o.scratch.run_sums.fill(layout.add<float>(*std::max_element(floats.begin(), floats.end())));
+  for (const Regime regime : kRegimes) o.scratch.run_sums[regime] = layout.add<float>(floats[regime]);
+}
+
 void lay_out_scratch(PlanOutline& o, const AttentionSpec& spec, const DeviceInfo& device, const PlanLimits& limits) {
   const int64_t rows = checked_mul("plan.scratch", o.partial_rows, spec.num_q_heads);
-  int64_t run_sums = 0;
-  for (const PlanOutline::OfRegime& s : o.regimes)
-    if (s.bounds.num_merges > 0) run_sums = std::max(run_sums, s.kernel.run_sums);
+  const int64_t partial_bytes = checked_mul("plan.scratch", rows, (spec.head_dim_v + 2) * int64_t(sizeof(float)));
   ArrayLayout layout;
   o.scratch.flat_keys = layout.add<char>(o.flat.bytes);
-  o.scratch.partial_out =
-      layout.add<float>(checked_mul("plan.scratch", rows, spec.head_dim_v * int64_t(sizeof(float))) / int64_t(sizeof(float)));
-  o.scratch.run_sums = layout.add<float>(run_sums * std::max(device.num_workers, 1));
+  o.scratch.partial_out = layout.add<float>(rows * spec.head_dim_v);
+  lay_out_run_sums(o, layout, device, o.flat.bytes + partial_bytes);
   o.scratch.partial_state = layout.add<float>(rows * 2);
   const PlanOutline::OfRegime& prefill = o.regimes[kPrefill];
   ArrayLayout of_step;
@@ -64,7 +77,10 @@ void make_room_for_prefixes(PlanOutline& o, const AttentionSpec& spec, const Pla
 
 }  // namespace
 
-Regime prefix_kernel(const AttentionSpec& spec) { return codec_of(spec).values_in_keys ? kPrefill : kVerify; }
+Regime prefix_kernel(const AttentionSpec& spec) {
+  if (!codec_of(spec).values_in_keys) return kVerify;
+  return has_wide_latent_items(spec, kPrefill) ? kVerify : kPrefill;
+}
 
 PrefixCosts prefix_costs(const AttentionSpec& spec) {
   constexpr PrefixCosts kOfLatents{70, 128}, kOfOthers{80, 0};

@@ -19,7 +19,9 @@ struct PackedMask {
 // The arrays in scratch: a launch of run() writes them and later launches of the same run() read them.
 struct Scratch {
   ArrayOf<char> flat_keys;
-  ArrayOf<float> partial_out, partial_state, run_sums;
+  ArrayOf<float> partial_out, partial_state;
+  std::array<ArrayOf<float>, kNumRegimes> run_sums;
+  bool one_for_run_sums = false;  // regimes have theirs in the same memory
 };
 
 struct PlanOutline {
@@ -45,11 +47,17 @@ struct PlanOutline {
   bool may_share = false;  // whether requests of a batch may share items of decode, whose kernel is then that of AttentionKernels::sharing
 };
 
+// Whether requests have several query tokens, but so few that these are a token and its drafts.
+inline bool has_drafts(const PlanLimits& limits) {
+  constexpr int kMost = 16;
+  return limits.max_query_len > 1 && limits.max_query_len <= kMost;
+}
+
 // Query tokens of a request that may share a prefix: one tile of them.
 inline int most_prefix_queries(const SchedulePolicy& verify) { return verify.max_q < verify.tile_q ? verify.max_q : verify.tile_q; }
 
-// Whose kernel the list of shared prefixes has, which is that of verify: verify's, or for latents prefill's, which has rows for more tokens
-// there. A plan that shares prefixes runs its other requests of verify with it too.
+// Whose kernel the list of shared prefixes has, which is that of verify: verify's, or for latents prefill's where verify has rows for few
+// tokens. A plan that shares prefixes runs its other requests of verify with it too.
 Regime prefix_kernel(const AttentionSpec&);
 // What a list of shared prefixes costs beside one without, as in PrefixPolicy. Tiles of 64 rows of latents, or of 32 of bytes, take up to a
 // fifth longer for a key than decode's do, where memory brings it; and an item's beginning, end and merge take about as long as 128 keys of

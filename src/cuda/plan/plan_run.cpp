@@ -10,6 +10,7 @@
 #include "cuda/attention/expressions.h"
 #include "cuda/attention/kv_side.h"
 #include "cuda/driver/graph_branches.h"
+#include "cuda/merge_params.h"
 #include "cuda/plan/plan.h"
 #include "gpu/launch_order.h"
 
@@ -98,7 +99,6 @@ AttentionParams Plan::params(const AttentionInputs& in, const KvCache& kv, const
   a.bias_reach = tables_->bias_reach();
   a.partial_out = gpu::array_in(scratch.data.get(), scratch_.partial_out);
   a.partial_state = gpu::array_in(scratch.data.get(), scratch_.partial_state);
-  a.run_sums = gpu::array_in(scratch.data.get(), scratch_.run_sums);
   return a;
 }
 
@@ -141,11 +141,13 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
   for (const Regime regime : kRegimes) {
     const RegimePlan& s = regimes_[regime];
     const int64_t items = any ? s.bounds.num_work : int64_t(step.schedules[regime].num_work);
-    work[regime] = {.tasks = items * spec_.num_kv_heads * s.row_blocks, .folds = s.kernel.run_sums > 0};
+    const bool folds = s.kernel.run_sums > 0 && scratch_.one_for_run_sums;
+    work[regime] = {.tasks = items * spec_.num_kv_heads * s.row_blocks, .folds = folds};
   }
   std::optional<GraphBranches> branches;
   if (captured && programmatic_) branches.emplace(cu);
-  for (const gpu::RegimeLaunch& now : gpu::launch_order(work, captured, step.on_device)) {
+  const bool drafts = work[kPrefill].tasks == 0 || has_drafts(options_.limits);
+  for (const gpu::RegimeLaunch& now : gpu::launch_order(work, captured, step.on_device, drafts)) {
     if (branches && now.branches) branches->next();
     const Regime regime = now.regime;
     const int64_t tasks = now.tasks;
@@ -158,6 +160,8 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
     a.counts = memory_->device(s.counts);
     a.next_task = counters_.as<int>() + regime;
     a.arrivals = counters_.as<int>() + s.arrivals;
+    const ArrayOf<float>& sums = scratch_.run_sums[regime];
+    a.run_sums = sums.capacity > 0 ? gpu::array_in(scratch->data.get(), sums) : nullptr;
     a.beside = now.beside, a.next_waits = now.next_waits;
     if (regime == kPrefill && spec_.mask.custom && mask_.words > 0)
       launch(loaded(pack_mask_, captured), tasks * mask_.seen_tile_words, cu, a);
@@ -197,7 +201,8 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
   a.beside = false;
   a.merge_parts = memory_->device(regimes_[kVerify].merge_parts);
   if (spec_.kv_format == KvFormat::latent_rope) a.v = a.k;  // merge.cu wants the scale of values
-  if (merge_tasks > 0) launch(loaded(merge_, out_dtype, captured), merge_tasks, cu, a);
+  const int parts = std::max(many_merge_parts(spec_.head_dim_v), 1);
+  if (merge_tasks > 0) launch(loaded(merge_, out_dtype, captured), merge_tasks * parts, cu, a);
   if (!captured) return;
   captured_run_ = true;
   if (captured_scratch_.empty() || captured_scratch_.back() != scratch) captured_scratch_.push_back(scratch);

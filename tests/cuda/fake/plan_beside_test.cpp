@@ -96,27 +96,26 @@ TEST_F(PlanBeside, DecodeBeginsBesidePrefill) {
   EXPECT_EQ(launches_of({{500, 900}}), (std::vector<Launched>{{"attention_sm90", false, true}}));
 }
 
-// Verify and prefill both fold runs of pieces, in the same memory: so they do not run beside each other.
-TEST_F(PlanBeside, VerifyWaitsForPrefill) {
+// Verify and prefill both fold runs of pieces, each in memory of its own.
+TEST_F(PlanBeside, VerifyBeginsBesidePrefill) {
   EXPECT_EQ(launches_of({{1, 300}, {8, 300}, {500, 900}}),
             (std::vector<Launched>{
-                {"attention_sm90", false, false}, {"attention_sm90_verify", false, false}, {"attention_sm90_decode", true, true}}));
+                {"attention_sm90", false, false}, {"attention_sm90_verify", true, false}, {"attention_sm90_decode", true, true}}));
   EXPECT_EQ(launches_of({{1, 300}, {8, 300}}),
             (std::vector<Launched>{{"attention_sm90_verify", false, false}, {"attention_sm90_decode", true, true}}));
 }
 
-// In a graph the kernels that fold wait for each other, those for the longest queries last, and decode is a branch of its own: the fake
-// driver takes the last branch first.
+// In a graph each kernel is a branch, of which the fake driver takes the last one first.
 TEST_F(PlanBeside, GraphsHaveBranches) {
   EXPECT_EQ(launches_of({{1, 300}, {500, 900}}, true),
             (std::vector<Launched>{
-                {"attention_sm90_verify", false, true}, {"attention_sm90", false, true}, {"attention_sm90_decode", false, true}}));
+                {"attention_sm90", false, true}, {"attention_sm90_verify", false, true}, {"attention_sm90_decode", false, true}}));
 }
 
 TEST_F(PlanBeside, GraphsHoldWhatTheLimitsAllow) {
   min_query_len = 8;
   EXPECT_EQ(launches_of({{8, 300}}, true),
-            (std::vector<Launched>{{"attention_sm90_verify", false, true}, {"attention_sm90", false, true}}));
+            (std::vector<Launched>{{"attention_sm90", false, true}, {"attention_sm90_verify", false, true}}));
 }
 
 TEST_F(PlanBeside, MasksArePackedForPrefillAlone) {

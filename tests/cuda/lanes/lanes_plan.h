@@ -131,8 +131,8 @@ class LanesPlan final : public AttentionPlan {
     const int64_t blocks_of_latent_decode = variant_.is_latent_decode_spread() ? variant_.latent_decode_spread().cluster : 1;
     const int64_t run_sums_each =
         variant_.is_verify()          ? cuda::attention_sm90_verify_run_sums(spec_)
-        : variant_.is_latent()        ? cuda::attention_sm90_latent_cluster(spec_) * cuda::attention_sm90_latent_run_sums(spec_)
-        : variant_.is_latent_spread() ? variant_.latent_spread().cluster * cuda::attention_sm90_latent_run_sums(spec_)
+        : variant_.is_latent()        ? cuda::attention_sm90_latent_cluster(spec_, variant_.regime) * sums_of_latents()
+        : variant_.is_latent_spread() ? variant_.latent_spread().cluster * sums_of_latents()
         : variant_.is_latent_pair()   ? cuda::kSm90LatentPairCluster * cuda::attention_sm90_latent_pair_run_sums(spec_)
         : variant_.is_latent_decode()
             ? blocks_of_latent_decode * cuda::attention_sm90_latent_decode_run_sums(spec_, variant_.latent_decode_tiles())
@@ -169,6 +169,8 @@ class LanesPlan final : public AttentionPlan {
 
  private:
   static constexpr int kSharedMemory = 227 << 10;  // of a thread block of an H200
+
+  int64_t sums_of_latents() const { return cuda::attention_sm90_latent_run_sums(spec_, variant_.regime); }
 
   // As the CUDA plan does, for a batch with block tables, but wherever it can.
   void share(const SchedulePolicy& policy) {

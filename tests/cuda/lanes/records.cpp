@@ -41,7 +41,7 @@ constexpr const char* kHostSources[] = {"cuda/lanes/lanes_test.cpp",
 // A text that includes them.
 constexpr const char* kHost = "host_sources";
 // What differs there between two variants is in their hashes: an added one leaves the others as they are.
-constexpr const char* kVariants = "cuda/lanes/variants.h";
+constexpr const char* kVariants[] = {"cuda/lanes/variants.h", "cuda/lanes/latent_variants.h"};
 
 std::string read_text(const fs::path& path) { return read_file(path.string(), 16 << 20, {"lanes", "lanes", "lanes"}); }
 
@@ -54,7 +54,7 @@ LanesRecords::LanesRecords(const std::string& built, const std::string& root) {
       if (const fs::path suffix = file.path().extension(); suffix == ".h" || suffix == ".cpp" || suffix == ".inl")
         texts_[file.path().lexically_relative(from).string()] = read_text(file.path());
   }
-  texts_[kVariants].clear();
+  for (const char* file : kVariants) texts_[file].clear();
   for (const char* source : kHostSources) texts_[kHost] += fmt::format("#include \"{}\"\n", source);
   for (const fs::directory_entry& file : fs::directory_iterator(fs::path(built) / "texts"))
     texts_[file.path().filename().string()] = read_text(file.path());

@@ -68,15 +68,15 @@ struct Variant {
   }
   cuda::Sm90VerifyTiles verify_tiles() const { return cuda::attention_sm90_verify_tiles(arch, c.spec).value(); }
   // Of attention_sm90_latent_spread.cu: with the items of attention_sm90_latent_pair.cu.
-  bool is_paired() const { return is_latent_spread() && cuda::attention_sm90_latent_pair_tiles(arch, c.spec).has_value(); }
-  cuda::Sm90LatentTiles latent_tiles() const { return cuda::attention_sm90_latent_tiles(arch, c.spec).value(); }
+  bool is_paired() const { return is_latent_spread() && cuda::attention_sm90_latent_pair_tiles(arch, c.spec, regime).has_value(); }
+  cuda::Sm90LatentTiles latent_tiles() const { return cuda::attention_sm90_latent_tiles(arch, c.spec, regime).value(); }
   cuda::Sm90LatentSpread latent_spread() const {
-    return cuda::attention_sm90_latent_spread(arch, c.spec, text == Text::latent_spread_fewest).value();
+    return cuda::attention_sm90_latent_spread(arch, c.spec, regime, text == Text::latent_spread_fewest).value();
   }
   cuda::Sm90LatentSpread latent_decode_spread() const {
     return cuda::attention_sm90_latent_decode_spread(arch, c.spec, regime, text == Text::latent_decode_spread_fewest).value();
   }
-  cuda::Sm90LatentTiles latent_pair_tiles() const { return cuda::attention_sm90_latent_pair_tiles(arch, c.spec).value(); }
+  cuda::Sm90LatentTiles latent_pair_tiles() const { return cuda::attention_sm90_latent_pair_tiles(arch, c.spec, regime).value(); }
   cuda::Sm90LatentDecodeTiles latent_decode_tiles() const { return cuda::attention_sm90_latent_decode_tiles(arch, c.spec, regime).value(); }
   cuda::AttentionTiles tiles() const {
     if (is_latent_decode()) return {.rows = latent_decode_tiles().rows, .keys = latent_decode_tiles().keys, .key_warps = 1};
@@ -99,7 +99,7 @@ struct Variant {
     if (text == Text::wgmma) return cuda::attention_sm90_key(arch, c.spec, c.out_dtype);
     if (text == Text::wgmma_e4m3) return cuda::attention_sm90_fp8_key(arch, c.spec, c.out_dtype);
     if (is_latent()) return cuda::attention_sm90_latent_key(arch, c.spec, c.out_dtype, latent_tiles(), text == Text::latent);
-    if (is_latent_spread()) return cuda::attention_sm90_latent_spread_key(arch, c.spec, c.out_dtype, latent_spread());
+    if (is_latent_spread()) return cuda::attention_sm90_latent_spread_key(arch, c.spec, regime, c.out_dtype, latent_spread());
     if (is_latent_pair())
       return cuda::attention_sm90_latent_pair_key(arch, c.spec, c.out_dtype, latent_pair_tiles(), text == Text::latent_pair);
     if (is_latent_decode_spread())
