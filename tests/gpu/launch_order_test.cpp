@@ -49,6 +49,7 @@ TEST(LaunchOrder, InGraphsForDraftsTheseBegin) {
   EXPECT_EQ(text({{{3}, {}, {7}}}, true, false, true), "| prefill 7 waits, | decode 3 waits");
   EXPECT_EQ(text({{{3}, {5}, {7}}}, true, false, true), "| prefill 7 waits, | verify 5 waits, | decode 3 waits");
   EXPECT_EQ(text({{{3, true}, {5, true}, {}}}, true, false, true), "| decode 3 waits, verify 5 waits") << "they are one branch";
+  EXPECT_EQ(text({{{3, true}, {0, true}, {7, true}}}, true, false, true), "| decode 3 waits, prefill 7 waits");
 }
 
 }  // namespace

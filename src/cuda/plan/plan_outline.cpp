@@ -15,7 +15,7 @@ namespace {
 // Sums between the pieces of runs, of all multiprocessors: memory of its own for each regime, whose launches then need not wait for each
 // other, where all of it and `others` bytes are not much. Balanced lists have no runs.
 void lay_out_run_sums(PlanOutline& o, ArrayLayout& layout, const DeviceInfo& device, int64_t others) {
-  constexpr int64_t kMost = int64_t(128) << 20;
+  constexpr int64_t kMost = int64_t(168) << 20;
   std::array<int64_t, kNumRegimes> floats{};
   for (const Regime regime : kRegimes)
     if (const PlanOutline::OfRegime& s = o.regimes[regime]; s.bounds.num_merges > 0 && !s.policy.balanced)
