@@ -355,8 +355,8 @@ TEST(Schedule, TakesMicroseconds) {
       const double large = best_microseconds(HostBatch(mixed).view(), mask, policy, 400);
       printf("schedule (%s%s): 256 decode requests %.1f us, 4096 mixed requests %.1f us\n", name, balanced ? ", balanced" : "", small,
              large);
-      EXPECT_LT(small, 20);
-      EXPECT_LT(large, 400);
+      EXPECT_LT(small, 40);  // twice what a slow machine takes
+      EXPECT_LT(large, 800);
     }
 }
 #endif
