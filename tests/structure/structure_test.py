@@ -47,7 +47,7 @@ CUDA_ARROWS = {
     "short_conv": {"short_conv", "state", "attention", "driver", "kernels"},
     "mla": {"mla", "plan", "attention", "driver", "kernels"},
 }
-CUDA_PARAMS = ("src/cuda/params.h", "src/cuda/state_params.h", "src/cuda/short_conv_params.h", "src/cuda/recurrent_params.h", "src/cuda/mla_params.h")
+CUDA_PARAMS = ("src/cuda/params.h", "src/cuda/state_params.h", "src/cuda/short_conv_params.h", "src/cuda/recurrent_params.h", "src/cuda/mla_params.h", "src/cuda/merge_params.h")
 REGISTRY = "src/attention/registry.cpp"
 PUBLIC_CORE = {"tensor.h", "error.h", "capture.h", "device.h", "device_platform.h", "device_stream.h", "parallel.h", "workspace.h"}
 PUBLIC_EXPRESSION = {"expression.h", "bound_expression.h"}
