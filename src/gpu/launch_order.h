@@ -38,7 +38,7 @@ class LaunchOrder {
 // Outside of graphs the kernels run beside each other, and long items begin first. In a graph most launches are idle, and they are
 // branches, of which the first begins soonest: decode, or what drafts have. Those that fold in the same memory
 // are one branch, in which each begins before the one in front has ended, and waits for it then. One that begins while another reads keys
-// by TMA delays that by some 4 us on an H100, whatever it does itself: so the launches for the longest queries come last.
+// by TMA delays that by some 4 us on an H100, whatever it does itself: so but for drafts the launches for the longest queries come last.
 LaunchOrder launch_order(const std::array<RegimeTasks, kNumRegimes>&, bool captured, bool on_device, bool drafts);
 
 }  // namespace imbrex::gpu

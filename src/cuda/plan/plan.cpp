@@ -148,17 +148,6 @@ void Plan::name_kernels() {
   if (spec_.block_size > 0) write_kv_ = std::make_unique<WriteKv>(context_, arch_, spec_);
 }
 
-namespace {
-
-// Items of the largest batch within the limits, whose requests are all of one regime.
-int64_t most_items(const SchedulePolicy& policy, const PlanLimits& limits) {
-  const int longest = limits.max_query_len > 0 ? std::min(limits.max_query_len, policy.max_q) : policy.max_q;
-  const int64_t tile = policy.tile_q, requests = limits.max_num_reqs, tokens = limits.max_num_tokens;
-  return std::min({tokens, requests * blocks_of(longest, tile), requests + tokens / tile});
-}
-
-}  // namespace
-
 // Which kernels a graph has launches of: several only for so few requests that a usual step has few tasks, or a short one, though the
 // longest requests within the limits have more. Those for usual steps are the first branch. In graphs of drafts most steps have the same
 // number of query tokens, and regimes that do not take so many have one kernel: each launch more costs such a step up to 2 us. Only two
@@ -169,7 +158,9 @@ void Plan::choose_for_graphs(RegimePlan& s) const {
   if (has_drafts(options_.limits) && (drafts < s.policy.min_q || drafts > s.policy.max_q)) return;
   constexpr int64_t kLeastKeys = 1024, kShortKeys = 1536, kUsualKeys = 4096, kLongPiece = 512;
   const int64_t each = int64_t(spec_.num_kv_heads) * s.row_blocks, most = s.bounds.num_work * each;
-  const int64_t piece = std::max(s.kernel.tile.least_piece, 256), items = most_items(s.policy, options_.limits);
+  SchedulePolicy whole = s.policy;
+  whole.split_max_q = 0;  // no request is cut
+  const int64_t piece = std::max(s.kernel.tile.least_piece, 256), items = schedule_bounds(whole, options_.limits).num_work;
   const auto kernels_for_keys = [&](int64_t keys) { return s.kernels_for(std::min(items * each * ((keys + piece - 1) / piece), most)); };
   const int longest = s.kernels_for(most), usual = options_.on_device ? longest : kernels_for_keys(kUsualKeys);
   s.in_graph = {usual};
