@@ -146,12 +146,14 @@ class Problem:
         return worst
 
 
-def imbrex_call(native: Native, problem: Problem, balanced: bool, longest: int, keep: list) -> protocols.Call:
+def imbrex_call(native: Native, problem: Problem, balanced: bool, longest: int, keep: list, no_others: bool = False) -> protocols.Call:
     cell = problem.cell
     spec = {"q_heads": cell.heads, "kv_heads": 1, "head_dim": KEY_DIM, "head_dim_v": VALUE_DIM, "kv_format": problem.form.kv_format, "scale": SCALE,
             "q": "bf16", "kv": problem.form.kv, "page": cell.page, "causal": True}  # fmt: skip
     tokens = cell.batch * cell.query
     limits = {"requests": cell.batch, "tokens": tokens, "seq_len": max(longest, cell.context), "query_len": cell.query}
+    if no_others:
+        limits["min_query_len"] = cell.query
     plan = Plan(native, "cuda:0", "auto", spec, limits, balanced)
     keep.append(plan)
     stream = torch.cuda.current_stream().cuda_stream
@@ -189,9 +191,9 @@ def fa3_call(problem: Problem) -> protocols.Call:
 
 def measure(native: Native, cell: Cell, args: argparse.Namespace) -> str:
     problem, keep = Problem(cell, args.hot_pages), []
-    calls = {"imbrex": imbrex_call(native, problem, False, args.longest, keep)}
+    calls = {"imbrex": imbrex_call(native, problem, False, args.longest, keep, args.no_other_queries)}
     if args.balanced:
-        calls["balanced"] = imbrex_call(native, problem, True, args.longest, keep)
+        calls["balanced"] = imbrex_call(native, problem, True, args.longest, keep, args.no_other_queries)
     peers = []
     if args.flashmla and cell.page == PAGE:
         peers.append(("FlashMLA", flashmla_call))
@@ -274,6 +276,7 @@ def main() -> None:
     parser.add_argument("--fa3", type=Path)
     parser.add_argument("--balanced", action="store_true", help="also with cuts that follow the load")
     parser.add_argument("--graph", action="store_true", help="calls in a CUDA graph instead of back to back")
+    parser.add_argument("--no-other-queries", action="store_true", help="plans are for requests of the cell's number of query tokens alone")
     parser.add_argument("--ms", type=float, default=40, help="milliseconds of a turn")
     parser.add_argument("--hot-pages", type=int, default=0, help="all requests share so many pages, which L2 holds: the pace of products")
     parser.add_argument("--rounds", type=int, default=3)

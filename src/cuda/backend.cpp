@@ -32,10 +32,13 @@ namespace {
 
 constexpr int kDecodeRows = 16, kVerifyRows = 64;
 
+// Latents alone have a kernel of long verify: to others all of it is verify, whose tile leaves nothing to that regime.
+bool is_verify(Regime regime) { return regime == kVerify || regime == kLongVerify; }
+
 // Where the larger tile of verify does not fit, verify steps use that of decode.
 std::optional<AttentionTiles> sm80_tiles(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   if (regime == kPrefill) return attention_sm80_tiles(arch, spec, kPrefill);
-  const auto larger = regime == kVerify ? attention_sm80_tiles(arch, spec, kVerify, kVerifyRows) : std::nullopt;
+  const auto larger = is_verify(regime) ? attention_sm80_tiles(arch, spec, kVerify, kVerifyRows) : std::nullopt;
   return larger ? larger : attention_sm80_tiles(arch, spec, kDecode);
 }
 
@@ -89,7 +92,7 @@ bool has_sm90_prefill(const AttentionSpec& spec) { return sm90_prefill(spec).ref
 std::optional<AttentionTiles> sm90_decode_tiles(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   if (regime == kDecode) return attention_sm90_decode_tiles(arch, spec, kDecodeRows);
   // Steps of more rows than these go to prefill, which has to be as fast.
-  return regime == kVerify && has_sm90_prefill(spec) ? attention_sm90_decode_tiles(arch, spec, 2 * kDecodeRows) : std::nullopt;
+  return is_verify(regime) && has_sm90_prefill(spec) ? attention_sm90_decode_tiles(arch, spec, 2 * kDecodeRows) : std::nullopt;
 }
 
 // Steps of more rows than decode's kernels take, and tokens of more q heads.
@@ -99,7 +102,7 @@ std::optional<Sm90VerifyTiles> sm90_verify_tiles(std::string_view arch, const At
   // With one crew, a single warp widens all keys: with more dims than these that takes longer than decode's or prefill's kernel.
   constexpr int kFewDims = 64;
   const bool slow = tiles && widens(spec) && tiles->rows > kTeamRows && std::max(spec.head_dim_qk, spec.head_dim_v) > kFewDims;
-  return slow && regime == kVerify ? std::nullopt : tiles;
+  return slow && is_verify(regime) ? std::nullopt : tiles;
 }
 
 // What widens or copies rows is no faster alone.

@@ -135,7 +135,7 @@ struct RegimeLists {
   long l2_keys;  // keys_in_l2()
 };
 
-constexpr int kMostPlanThreads = 1024, kPlanRegimes = 3;
+constexpr int kMostPlanThreads = 1024, kPlanRegimes = 4;
 
 struct PlanBatchParams {
   const int *lengths_from, *starts_from;  // the caller's seq_lens [num_reqs] and query_start_loc [num_reqs + 1]

@@ -28,8 +28,8 @@ constexpr int kMostPieces = 256;  // what join_pieces() takes: nodes of four lev
 // Without runs a lone request has pieces for five eighths of the multiprocessors: see share_splits below.
 constexpr int kShareNumerator = 5, kShareDenominator = 8;
 // The partial rows of each regime that a plan has room for, in tiles for each worker. The regimes use them one after the other: what one
-// does not need is left to the next.
-constexpr int kMostPartialTiles[kNumRegimes] = {4, 3, 1};
+// does not need is left to the next, and long verify has nothing else.
+constexpr int kMostPartialTiles[kNumRegimes] = {4, 3, 0, 1};
 constexpr int kL2Percent = 60;  // for keys and values; queries and outputs pass through the rest
 
 int round_up(int64_t n, int unit) { return int((n + unit - 1) / unit * unit); }
@@ -96,7 +96,9 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
   policies[kDecode].max_q = decode_q;
   policies[kVerify].min_q = decode_q + 1;
   policies[kVerify].max_q = std::max(decode_q, policies[kVerify].tile_q * tiles[kVerify].tiles_each);
-  policies[kPrefill].min_q = policies[kVerify].max_q + 1;
+  policies[kLongVerify].min_q = policies[kVerify].max_q + 1;
+  policies[kLongVerify].max_q = std::max(policies[kVerify].max_q, policies[kLongVerify].tile_q * tiles[kLongVerify].tiles_each);
+  policies[kPrefill].min_q = policies[kLongVerify].max_q + 1;
   return policies;
 }
 

@@ -25,10 +25,10 @@ struct Tile {
 };
 
 // The regimes of attention, each with a kernel and a tile of its own. A request goes to the first regime of which one tile holds its rows.
-// Decode and verify are bound by memory, prefill by products. Phase is another word: it is what a caller asks selection for, whatever the
-// tiles are.
-enum Regime : int { kDecode, kVerify, kPrefill, kNumRegimes };
-constexpr Regime kRegimes[] = {kDecode, kVerify, kPrefill};
+// Decode and verify are bound by memory, prefill by products; long verify is for kernels that verify more rows with another tile than few.
+// Phase is another word: it is what a caller asks selection for, whatever the tiles are.
+enum Regime : int { kDecode, kVerify, kLongVerify, kPrefill, kNumRegimes };
+constexpr Regime kRegimes[] = {kDecode, kVerify, kLongVerify, kPrefill};
 
 // A policy for each regime: together they cut every request, each once. A regime may have no requests at all: a group of many q heads has
 // no use for a second size of tile. The lists of a step share the partial rows: the caller sets SchedulePolicy::first_partial.

@@ -6,10 +6,11 @@
 namespace imbrex::gpu {
 
 LaunchOrder launch_order(const std::array<RegimeTasks, kNumRegimes>& work, bool captured, bool on_device, bool drafts) {
-  constexpr std::array kLongestFirst = {kPrefill, kVerify, kDecode}, kShortestFirst = {kDecode, kVerify, kPrefill};
+  constexpr std::array kLongestFirst = {kPrefill, kLongVerify, kVerify, kDecode},
+                       kShortestFirst = {kDecode, kVerify, kLongVerify, kPrefill};
   const bool any = captured || on_device;
-  const RegimeTasks& longest = work[work[kPrefill].tasks > 0 ? kPrefill : kVerify];
-  const bool one_branch = work[kDecode].folds && longest.folds;
+  const auto longest = std::find_if(kLongestFirst.begin(), kLongestFirst.end() - 1, [&](Regime one) { return work[one].tasks > 0; });
+  const bool one_branch = work[kDecode].folds && work[*longest].folds;
   const std::array<Regime, kNumRegimes>& regimes = captured && (!drafts || one_branch) ? kShortestFirst : kLongestFirst;
   LaunchOrder order;
   bool sums_in_use = false;  // by a launch in front

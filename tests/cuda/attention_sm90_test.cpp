@@ -140,7 +140,7 @@ TEST(AttentionSm90, PrefixesOfLatentsAreSharedWhereATileHasRowsOfSeveralTokens) 
         EXPECT_EQ(outline_of(spec, balanced, prompts).regimes[kVerify].kernel.tile.rows, own.tile.rows) << spec.str();
       if (rows == 0) continue;
       const PlanOutline::OfRegime& verify = shared.regimes[kVerify];
-      EXPECT_EQ(verify.kernel_of, has_wide_latent_items(spec, kPrefill) ? kVerify : kPrefill);
+      EXPECT_EQ(verify.kernel_of, kLongVerify);
       EXPECT_EQ(verify.kernel.tile.rows, rows) << spec.str();
       EXPECT_EQ(verify.policy.tile_q, rows / heads) << spec.str();
       EXPECT_GE(verify.bounds.num_work, 4 * 64) << "though no request within the limits is of verify";
@@ -167,9 +167,9 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
       const int expected = rows.begin()[regime];
       const RegimeKernel kernel = kernels_sm90.kernel(kArch, spec, regime);
       const bool pair = spec.num_q_heads <= 64;
-      EXPECT_STREQ(kernel.entry, expected <= 32 ? "attention_sm90_latent_decode"
-                                 : pair         ? "attention_sm90_latent_pair"
-                                                : "attention_sm90_latent")
+      EXPECT_STREQ(kernel.entry, expected <= 32           ? "attention_sm90_latent_decode"
+                                 : pair && expected <= 64 ? "attention_sm90_latent_pair"
+                                                          : "attention_sm90_latent")
           << spec.str();
       EXPECT_EQ(kernel.cluster, expected > 32 ? 2u : 1u) << spec.str();
       EXPECT_EQ(kernel.tile.rows, expected) << spec.str();
@@ -185,7 +185,7 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
   };
   expect_few_tasks();
   EXPECT_EQ(count("attention_sm80.cu"), 0);
-  expect_tiles({64, 64, 64});
+  expect_tiles({64, 64, 64, 64});
   const auto cluster = [&] { return kernels_sm90.kernel(kArch, spec, kDecode).cluster; };
   spec.num_q_heads = 192;  // rows of a token for three tasks: a cluster has two
   EXPECT_EQ(cluster(), 1u);
@@ -220,18 +220,18 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
   EXPECT_EQ(few_tasks(1).cluster, 2u);
   spec.head_dim_qk = 576, spec.head_dim_v = 512;
   spec.num_q_heads = 16, spec.block_size = 64;
-  expect_tiles({16, 32, 64});
+  expect_tiles({16, 32, 64, 128});
   spec.num_q_heads = 20;
-  expect_tiles({32, 32, 64});
+  expect_tiles({32, 64, 64, 120});
   spec.mask.window_left = 127;  // which pairs of thread blocks do not take
   EXPECT_STREQ(kernels_sm90.kernel(kArch, spec, kPrefill).entry, "attention_sm90_latent");
   spec.mask.window_left = -1;
   spec.mask.custom = true;  // which no kernel for many rows takes
-  expect_tiles({32, 32, 32});
+  expect_tiles({32, 32, 32, 32});
   spec.mask.custom = false, spec.num_q_heads = 128, spec.kv_dtype = DType::fp8_e4m3;
-  expect_tiles({32, 32, 32});
+  expect_tiles({32, 32, 32, 32});
   spec.kv_format = KvFormat::fp8_ds_mla;
-  expect_tiles({32, 32, 32});
+  expect_tiles({32, 32, 32, 32});
   EXPECT_TRUE(reads(kernels_sm90, spec));
   spec.kv_format = KvFormat::latent_rope;
   EXPECT_FALSE(reads(kernels_sm90, spec));

@@ -13,8 +13,6 @@
 namespace imbrex::cuda {
 namespace {
 
-constexpr gpu::Regime kAllRegimes[] = {gpu::kDecode, gpu::kVerify, gpu::kPrefill};
-
 // Values of each constant of attention_sm80.cu that a sample has in a regime.
 std::map<std::string, std::set<int>> values_of(std::string_view arch, gpu::Regime regime) {
   std::map<std::string, std::set<int>> values;
@@ -34,7 +32,7 @@ std::map<std::string, std::set<int>> values_of(std::string_view arch, gpu::Regim
 TEST(CoveringSpecs, HaveEveryOptionInEveryRegime) {
   const std::set<int> both{0, 1}, q_types{0, 1, 2, 3}, kv_types{0, 1, 2, 3, 4};
   for (const char* arch : {"sm_80", "sm_90a", "sm_100a"}) {
-    for (const gpu::Regime regime : kAllRegimes) {
+    for (const gpu::Regime regime : gpu::kRegimes) {
       SCOPED_TRACE(std::string(arch) + ", regime " + std::to_string(int(regime)));
       auto values = values_of(arch, regime);
       for (const char* option : {"kCausal", "kWindow", "kCustomMask", "kPositions", "kTree", "kHeadScales", "kSoftCap", "kAlibi",
@@ -51,7 +49,7 @@ TEST(CoveringSpecs, HaveEveryOptionInEveryRegime) {
 TEST(CoveringSpecs, HaveTheShapesOfTilesOfAllTypes) {
   using Shape = std::tuple<int, int, int, int, int, int>;
   for (const char* arch : {"sm_80", "sm_100a"}) {
-    for (const gpu::Regime regime : kAllRegimes) {
+    for (const gpu::Regime regime : gpu::kRegimes) {
       std::set<Shape> sample;
       const auto shape_of = [&](const AttentionSpec& spec) {
         const AttentionTiles t = *attention_sm80_tiles(arch, spec, regime);

@@ -16,7 +16,9 @@ namespace imbrex::cuda {
 
 constexpr int kFar = 1 << 29;                                 // beyond any sequence, and its sum with a position is still an int
 constexpr bool kPrefill = kTileRows >= 64 && kKeyWarps == 1;  // warps share out rows and nothing else
-constexpr int kTaskRows = kTileRows * kCluster;
+// Of a task, which begins with a token where an item of latents has several tasks of several tokens.
+constexpr int kTaskRows =
+    kValuesInKeys && (kItemRows > kTileRows) && (kGroup < kTileRows) ? (kTileRows / kGroup) * kGroup : kTileRows * kCluster;
 constexpr int kMostRows = kGroup > kItemRows ? kGroup : kItemRows;   // of a work item and kv head: a token at least
 constexpr int kRowBlocks = (kMostRows + kTaskRows - 1) / kTaskRows;  // and tasks
 static_assert(!kShares || (kRowBlocks == 1 && kMostRows / kGroup <= kMostSharedTokens && !kTree && !kWholeItems));

@@ -38,16 +38,14 @@ bool has_latent_dims(const AttentionSpec& spec) {
          qk > kOthersDims && qk <= v + kSm90ChunkDims;
 }
 
-bool has_wide_latent_items(const AttentionSpec& spec, Regime regime) {
-  return regime == kPrefill && (spec.group_size() == kTeamRows || spec.group_size() == kTeamRows / 2);
-}
+bool has_wide_latent_items(const AttentionSpec& spec, Regime regime) { return regime == kPrefill && spec.group_size() <= kTeamRows; }
 
 std::optional<Sm90LatentTiles> attention_sm90_latent_tiles(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   if (!runs_latent(arch, spec)) return std::nullopt;
   // At the end of each piece of a run the sums of all its rows are written, or read and folded, while no product is computed. The more rows
   // there are, the longer that takes, and the less of it is hidden behind the loads of keys: so pieces are longer.
   constexpr int kSplitCost = 10;  // fitted to an H100: 16, 64 and 128 q heads, a request of 1k to 128k keys
-  const int group = spec.group_size(), rows = has_wide_latent_items(spec, regime) ? 2 * kTeamRows : kTeamRows,
+  const int group = spec.group_size(), rows = has_wide_latent_items(spec, regime) ? 2 * (kTeamRows / group * group) : kTeamRows,
             piece = std::max(group, rows) > kTeamRows ? 1024
                     : group > kTeamRows / 4           ? 512
                                                       : 256;

@@ -26,9 +26,7 @@ bool has_latent_dims(const AttentionSpec&);
 // heads, and all masks and modifications of logits but custom masks, given positions, relative bias, ALiBi's square root, and trees of
 // drafts beside ALiBi, whose distances go by depth.
 std::optional<Sm90LatentTiles> attention_sm90_latent_tiles(std::string_view arch, const AttentionSpec&, Regime);
-// Whether the items of prefill have rows for two tasks, of several tokens. They have 64 in other regimes, and in layers of other numbers of
-// q heads: of one that does not divide 64, since a task begins with a token; and of 16 and fewer, whose prefill has requests of 64 rows
-// too.
+// Whether items have rows for two tasks, each of as many whole tokens as 64 rows hold: those of prefill, in layers of up to 64 q heads.
 bool has_wide_latent_items(const AttentionSpec&, Regime);
 // Thread blocks of a cluster: those that take the rows of an item, where these are two tasks whose keys TMA brings to both.
 unsigned attention_sm90_latent_cluster(const AttentionSpec&, Regime);

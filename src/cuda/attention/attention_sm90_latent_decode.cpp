@@ -61,8 +61,8 @@ int attention_sm90_latent_decode_width(const AttentionSpec& spec) {
 std::optional<Sm90LatentDecodeTiles> attention_sm90_latent_decode_tiles(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   if (!runs_few_rows(arch, spec)) return std::nullopt;
   const int group = spec.group_size(), rows = regime == kDecode && group <= kFewRows ? kFewRows : kMoreRows;
-  // Verify is left to kernels of more rows where a token has as many as here.
-  const bool others = regime == kPrefill || group > rows || (regime == kVerify && has_wide_latent_items(spec, kPrefill));
+  // Verify is left to kernels of more rows where decode has as many as here.
+  const bool others = regime == kPrefill || regime == kLongVerify || group > rows || (regime == kVerify && group > kFewRows);
   if (others && attention_sm90_latent_tiles(arch, spec, regime)) return std::nullopt;
   const int piece = rows == kFewRows ? 256 : 512;
   return Sm90LatentDecodeTiles{

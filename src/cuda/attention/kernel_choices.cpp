@@ -16,7 +16,7 @@ constexpr SizeName kSizes[] = {{"kTileRows", "tile_rows"}, {"kTileKeys", "tile_k
                                {"kStages", "stages"},      {"kValueStages", "value_stages"}, {"kRowWarps", "row_warps"},
                                {"kKeyWarps", "key_warps"}, {"kDimWarps", "dim_warps"},       {"kBlocks", "blocks"}};
 
-constexpr const char* kRegimeNames[kNumRegimes] = {"decode", "verify", "prefill"};
+constexpr const char* kRegimeNames[kNumRegimes] = {"decode", "verify", "long_verify", "prefill"};
 
 }  // namespace
 

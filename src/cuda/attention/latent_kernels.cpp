@@ -47,11 +47,12 @@ std::optional<RegimeKernel> sm90_latent_kernel(std::string_view arch, const Atte
                         .maps = attention_sm90_latent_pair_maps};
   }
   if (const auto tiles = attention_sm90_latent_tiles(arch, spec, regime)) {
+    const int row_blocks = has_wide_latent_items(spec, regime) ? 2 : 1;
     return RegimeKernel{.entry = "attention_sm90_latent",
-                        .tile = latent_tile(*tiles, tiles->rows / kTeamRows),
+                        .tile = latent_tile(*tiles, row_blocks),
                         .threads = kSm90LatentThreads,
                         .cluster = attention_sm90_latent_cluster(spec, regime),
-                        .row_blocks = tiles->rows / kTeamRows,
+                        .row_blocks = row_blocks,
                         .run_sums = attention_sm90_latent_run_sums(spec, regime),
                         .short_sums = true,
                         .maps = attention_sm90_latent_maps};

@@ -7,7 +7,6 @@
 #include "attention/kv_codec.h"
 #include "attention/shared_keys.h"
 #include "core/check.h"
-#include "cuda/attention/attention_sm90_latent.h"
 
 namespace imbrex::cuda {
 namespace {
@@ -77,10 +76,7 @@ void make_room_for_prefixes(PlanOutline& o, const AttentionSpec& spec, const Pla
 
 }  // namespace
 
-Regime prefix_kernel(const AttentionSpec& spec) {
-  if (!codec_of(spec).values_in_keys) return kVerify;
-  return has_wide_latent_items(spec, kPrefill) ? kVerify : kPrefill;
-}
+Regime prefix_kernel(const AttentionSpec& spec) { return codec_of(spec).values_in_keys ? kLongVerify : kVerify; }
 
 PrefixCosts prefix_costs(const AttentionSpec& spec) {
   constexpr PrefixCosts kOfLatents{70, 128}, kOfOthers{80, 0};

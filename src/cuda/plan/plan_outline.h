@@ -56,8 +56,8 @@ inline bool has_drafts(const PlanLimits& limits) {
 // Query tokens of a request that may share a prefix: one tile of them.
 inline int most_prefix_queries(const SchedulePolicy& verify) { return verify.max_q < verify.tile_q ? verify.max_q : verify.tile_q; }
 
-// Whose kernel the list of shared prefixes has, which is that of verify: verify's, or for latents prefill's where verify has rows for few
-// tokens. A plan that shares prefixes runs its other requests of verify with it too.
+// Whose kernel the list of shared prefixes has, which is that of verify: verify's, or for latents that of long verify, which has rows for
+// more tokens. A plan that shares prefixes runs its other requests of verify with it too.
 Regime prefix_kernel(const AttentionSpec&);
 // What a list of shared prefixes costs beside one without, as in PrefixPolicy. Tiles of 64 rows of latents, or of 32 of bytes, take up to a
 // fifth longer for a key than decode's do, where memory brings it; and an item's beginning, end and merge take about as long as 128 keys of

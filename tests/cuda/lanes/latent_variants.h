@@ -45,6 +45,12 @@ inline void add_latent_variants(std::vector<Variant>& all, const auto& spec, con
       add_tiles("latent_token_window", spec(DType::f16, DType::f16, 272, 256, 32, 16), {{9, 300, 0}, {1, 700, 1}, {11, 1100, 3}}));
   token_window.spec.mask.window_left = 33, token_window.spec.score.sinks = true;
   of_prefill(add_tiles("latent_token_pages", spec(DType::bf16, DType::bf16, 320, 256, 32, 1), {{5, 700, 0}, {2, 70, 1}, {1, 33, 1}}));
+  // Tokens that leave rows of each task over, and many of them.
+  of_prefill(add_tiles("latent_token_rest", spec(DType::bf16, DType::bf16, 576, 512, 20, 64), {{7, 300, 0}, {0, 0, 2}, {4, 67, 1}}))
+      .values = ValuePattern::rising;
+  Case& token_many =
+      of_prefill(add_tiles("latent_token_many", spec(DType::f16, DType::f16, 320, 256, 6, 1), {{23, 300, 0}, {9, 90, 1}, {12, 700, 3}}));
+  token_many.spec.mask.window_left = 70, token_many.spec.score.soft_cap = 20.f;
 
   // attention_sm90_latent_spread.cu: the same items, for more blocks of a cluster; steps with a tile and with all, of one block's keys and
   // of all blocks', in one piece and in many; small pages.
@@ -63,6 +69,9 @@ inline void add_latent_variants(std::vector<Variant>& all, const auto& spec, con
   add_tiles("spread_short_rows", spec(DType::f16, DType::f16, 272, 256, 72, 4), {{2, 300, 0}, {1, 600, 1}, {3, 3, 3}}, Text::latent_spread);
 
   of_prefill(add_tiles("spread_tokens", same_tokens.spec, same_tokens.requests, Text::latent_spread_fewest)) = same_tokens;
+  of_prefill(add_tiles("spread_token_rest", spec(DType::f16, DType::f16, 272, 256, 24, 16), {{5, 300, 0}, {1, 600, 1}, {3, 3, 3}},
+                       Text::latent_spread))
+      .spec.score.sinks = true;
 
   // attention_sm90_latent_pair.cu: the same with one tile for a token; halves that are not as long, an odd number of chunks, no dims behind
   // the values.
