@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/lanes/library.h"
+#include "cuda/lanes/split_sums.h"
 #include "cuda/lanes/variants.h"
 #include "cuda/params.h"
 
@@ -14,19 +15,6 @@ namespace imbrex::test {
 namespace {
 
 using cuda::AttentionParams;
-
-// The sums of one row, as kernels keep them in registers and leave them in memory.
-struct Sums {
-  float reference = -1e30f, sum = -0.f;
-  std::vector<float> x;
-  explicit Sums(int dims) : x(size_t(dims), -0.f) {}
-  void fold(const Sums& others) {
-    const float top = std::max(reference, others.reference), kept = std::exp2(reference - top), added = std::exp2(others.reference - top);
-    const auto joined = [&](float a, float b) { return std::fma(b, added, a * kept); };
-    reference = top, sum = joined(sum, others.sum);
-    for (size_t d = 0; d < x.size(); ++d) x[d] = joined(x[d], others.x[d]);
-  }
-};
 
 // A list of merges whose splits may be pieces, groups of them, or all.
 class JoinPieces : public testing::Test {
@@ -39,8 +27,6 @@ class JoinPieces : public testing::Test {
   int heads() const { return spec.num_q_heads; }
   size_t rows_of(const MergeItem& m) const { return size_t((m.q_end - m.q_begin) * heads()); }
 
-  // For each merge its splits, each with a Sums for each (token, head).
-  using Splits = std::vector<std::vector<Sums>>;
   struct Result {
     std::vector<float> out, lse;
     bool operator==(const Result& other) const {
@@ -86,45 +72,13 @@ class JoinPieces : public testing::Test {
 
 TEST_F(JoinPieces, GivesTheSameBitsWhoeverFolded) {
   std::mt19937 random(1);
-  const auto below = [&](int n) { return int(random() % unsigned(n)); };
   constexpr int kTokens = 2;
-  std::vector<Splits> pieces;
+  std::vector<Splits> pieces, runs[kRunLengths];
   for (int item = 0; item < 40; ++item) {
-    Splits& splits = pieces.emplace_back();
-    for (int split = 2 + below(item % 2 == 0 ? 12 : 250); split > 0; --split) {
-      std::vector<Sums>& rows = splits.emplace_back();
-      for (int row = 0; row < kTokens * heads(); ++row) {
-        Sums& sums = rows.emplace_back(spec.head_dim_v);
-        if (item == 0 || below(4) == 0) {  // no key was seen
-          sums.sum = 0.f, sums.x.assign(sums.x.size(), 0.f);
-          continue;
-        }
-        sums.reference = float(below(below(3) == 0 ? 4000 : 40)) / 4.f - 500.f;
-        sums.sum = 1.f + float(below(1 << 20)) / 1024.f;
-        for (float& x : sums.x) x = below(10) == 0 ? -0.f : float(below(1 << 20) - (1 << 19)) / 4096.f;
-      }
-    }
-  }
-  // Folded on the host, as a thread block folds the pieces of its run.
-  constexpr size_t kLevels = 3;
-  std::vector<Splits> runs[kLevels + 1];  // of 4, 16, 64 pieces, and of all
-  for (const Splits& splits : pieces) {
-    const std::vector<Sums> empty(size_t(kTokens * heads()), Sums(spec.head_dim_v));
-    const auto fold = [&](std::vector<Sums>& to, const std::vector<Sums>& from) {
-      for (size_t row = 0; row < to.size(); ++row) to[row].fold(from[row]);
-    };
-    const auto folded = [&](const Splits& from) {
-      Splits to;
-      for (size_t i = 0; i < from.size(); ++i) {
-        if (i % kPiecesTogether == 0) to.push_back(empty);
-        fold(to.back(), from[i]);
-      }
-      return to;
-    };
-    const Splits* nodes = &splits;
-    for (size_t level = 0; level < kLevels; ++level) nodes = &runs[level].emplace_back(folded(*nodes));
-    std::vector<Sums>& all = runs[kLevels].emplace_back(1, empty)[0];
-    for (const std::vector<Sums>& sums : *nodes) fold(all, sums);
+    const int splits = 2 + int(random() % (item % 2 == 0 ? 12 : 250));
+    pieces.push_back(random_splits(random, splits, kTokens * heads(), spec.head_dim_v, item == 0));
+    const std::array<Splits, kRunLengths> of_item = runs_of(pieces.back());
+    for (size_t i = 0; i < kRunLengths; ++i) runs[i].push_back(of_item[i]);
   }
   const Result from_pieces = joined(pieces, kTokens);
   for (const std::vector<Splits>& of_level : runs) EXPECT_EQ(from_pieces, joined(of_level, kTokens));
