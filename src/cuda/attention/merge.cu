@@ -4,7 +4,7 @@
 // Memory: every partial row is read once, 4 * kHeadDimV bytes and a state.
 #include "async.cuh"
 #include "cuda/merge_params.h"
-#include "row_sums.cuh"
+#include "join_many.cuh"
 
 namespace imbrex::cuda {
 
@@ -14,7 +14,8 @@ constexpr int kManyParts = many_merge_parts(kHeadDimV);
 static_assert(kEights <= kMergeThreads);
 
 struct SharedStorage {
-  MergeItem items[kPlanRegimes][kKeptItems];  // the first of each list
+  MergeItem items[kPlanRegimes][kKeptItems];        // the first of each list
+  int num_items[kPlanRegimes], ends[kPlanRegimes];  // of each list; where its tasks end, one list behind the other
 };
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
@@ -25,7 +26,7 @@ extern __shared__ __align__(1024) char memory[];
 template <int kLanes, int kParts>
 DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_head, int share, int shares, int part, bool are_short) {
   constexpr int kRowThreads = kEights / kParts * kLanes, kRows = kMergeThreads / kRowThreads;
-  static_assert(kParts == 1 || kRows == 1);
+  static_assert(kParts == 1 || (kRows == 1 && kLanes == kManyMergeLanes));
   const int thread = int(threadIdx.x), lane = thread % kLanes, d = first_dim_of(part * (kEights / kParts) + thread / kLanes),
             heads = p.num_kv_heads * kGroup;
   const int end = (item.q_end - item.q_begin) * kGroup;
@@ -39,7 +40,11 @@ DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_h
       if (has_parts) return long(__ldg(p.merge_parts + (~item.first_partial + split)) + token) * heads + head;
       return first + split * stride;
     };
-    RowSums all = join_splits<1, kLanes, kShortSums>(p, row_of_split, item.num_splits, d, lane, are_short);
+    RowSums all;
+    if constexpr (kParts > 1)
+      all = join_many_splits(p, row_of_split, item.num_splits, d, lane, are_short);
+    else
+      all = join_splits<1, kLanes, kShortSums>(p, row_of_split, item.num_splits, d, lane, are_short);
     if (lane == 0 && row < end && thread < kRows * kRowThreads)
       all.store(p, item.q_begin + token, head, d, kv_scale(p.v, kv_head), out_is_wide(p));
   }
@@ -60,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __gri
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   griddep_launch();
   if (!p.lists_are_there) griddep_wait();
-  int items[kPlanRegimes], ends[kPlanRegimes], all = 0;  // of the lists; where the tasks of each end, one list behind the other; of all
+  int items[kPlanRegimes], all = 0;  // of each list; tasks of all
 #pragma unroll
   for (int i = 0; i < kPlanRegimes; ++i) {
     const MergeList& list = p.merge_lists[i];
@@ -86,20 +91,23 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __gri
   const auto shares_of = [&](int list) { return (p.merge_lists[list].shares + fewer - 1) / fewer; };
   all = 0;
 #pragma unroll
-  for (int i = 0; i < kPlanRegimes; ++i) ends[i] = all += items[i] * p.num_kv_heads * shares_of(i);
+  for (int i = 0; i < kPlanRegimes; ++i) {
+    all += items[i] * p.num_kv_heads * shares_of(i);
+    if (threadIdx.x == 0) shared.num_items[i] = items[i], shared.ends[i] = all;
+  }
+  any_many = __syncthreads_or(any_many) != 0;
   // Rows of very many splits, where there is a block for each part of every row.
-  const bool in_parts = kManyParts > 0 && all_shares && all * kManyParts <= int(gridDim.x) && __syncthreads_or(any_many) != 0;
+  const bool in_parts = kManyParts > 0 && all_shares && all * kManyParts <= int(gridDim.x) && any_many;
   const int parts = in_parts ? kManyParts : 1;
   if (p.lists_are_there && (int(blockIdx.x) < all * parts || blockIdx.x == 0)) griddep_wait();
   for (int number = int(blockIdx.x); number < all * parts; number += int(gridDim.x)) {
     const int task = number / parts;
-    int list = 0, begin = 0, num_items = items[0];
-#pragma unroll
-    for (int i = 1; i < kPlanRegimes; ++i)
-      if (task >= ends[i - 1]) list = i, begin = ends[i - 1], num_items = items[i];
+    int list = 0, begin = 0;
+    while (task >= shared.ends[list]) begin = shared.ends[list++];
     // The first share of each item comes first: the last ones of items with few rows or splits have nothing to do, and lie at the end.
     const MergeList& from = p.merge_lists[list];
-    const int heads = p.num_kv_heads, of_share = num_items * heads, share = (task - begin) / of_share, rest = (task - begin) % of_share;
+    const int heads = p.num_kv_heads, of_share = shared.num_items[list] * heads, share = (task - begin) / of_share,
+              rest = (task - begin) % of_share;
     const int index = rest / heads;
     const MergeItem item = *(index < kKeptItems ? &shared.items[list][index] : from.items + index);
     const bool are_short = kShortSums && from.are_short;
