@@ -243,11 +243,15 @@ void Plan::lay_out(int64_t prefix_parts) {
 std::string Plan::str() const {
   const Step& step = steps_.now();
   if (step.on_device) return fmt::format("{} ({}): planned on the device, for at most {} tokens", table_.backend, arch_, step.num_tokens);
-  std::string items;
+  constexpr const char* kNames[kNumRegimes] = {"decode", "verify", "long verify", "prefill"};
+  std::string items, names;
   size_t merges = 0;
   int64_t shared = 0;
-  for (const Schedule& schedule : step.schedules) {
+  for (const Regime regime : kRegimes) {
+    if (regime == kLongVerify && regimes_[regime].bounds.num_work == 0) continue;  // most layers have none
+    const Schedule& schedule = step.schedules[regime];
     items += fmt::format("{}{}", items.empty() ? "" : " + ", schedule.num_work);
+    names += fmt::format("{}{}", names.empty() ? "" : " + ", kNames[regime]);
     merges += schedule.merges.size();
     if (!schedule.details.parts.empty())
       shared += std::ranges::count_if(schedule.work, [](const WorkItem& item) { return item.partial >= 0 && item.merge < 0; });
@@ -256,8 +260,8 @@ std::string Plan::str() const {
                                ? fmt::format(", prefill over {} keys made flat {} kv heads at a time", step.flat.rows(), step.flat.kv_heads)
                                : "";
   const std::string of_several = shared > 0 ? fmt::format(", {} items shared by requests with the same blocks", shared) : "";
-  return fmt::format("{} ({}): {} work items (decode + verify + prefill) x {} kv heads, {} merges{}{}", table_.backend, arch_, items,
-                     spec_.num_kv_heads, merges, of_several, flat);
+  return fmt::format("{} ({}): {} work items ({}) x {} kv heads, {} merges{}{}", table_.backend, arch_, items, names, spec_.num_kv_heads,
+                     merges, of_several, flat);
 }
 
 }  // namespace imbrex::cuda
