@@ -29,6 +29,7 @@ struct Tile {
 // Phase is another word: it is what a caller asks selection for, whatever the tiles are.
 enum Regime : int { kDecode, kVerify, kLongVerify, kPrefill, kNumRegimes };
 constexpr Regime kRegimes[] = {kDecode, kVerify, kLongVerify, kPrefill};
+constexpr const char* kRegimeNames[kNumRegimes] = {"decode", "verify", "long verify", "prefill"};
 
 // A policy for each regime: together they cut every request, each once. A regime may have no requests at all: a group of many q heads has
 // no use for a second size of tile. The lists of a step share the partial rows: the caller sets SchedulePolicy::first_partial.

@@ -116,7 +116,7 @@ TEST(AttentionSm90, TokensOfManyHeadsShareLargerTiles) {
 }
 
 // Prefixes are shared where a tile has rows of twice as many tokens as one of decode, and not where a token fills it; of latents in the
-// tiles of prefill, of the list of verify. Other plans have the kernels that they always had.
+// tiles of long verify, of the list of verify. Other plans have the kernels that they always had.
 TEST(AttentionSm90, PrefixesOfLatentsAreSharedWhereATileHasRowsOfSeveralTokens) {
   const DeviceInfo device = describe_device("h200");
   const auto outline_of = [&](const AttentionSpec& spec, bool balanced, bool shared) {

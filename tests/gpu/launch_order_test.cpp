@@ -10,10 +10,9 @@ namespace {
 
 // "prefill 7, decode 3 beside, ...": `waits` where the launch behind waits; "| " in front of what begins a branch of a graph.
 std::string text(const std::array<RegimeTasks, kNumRegimes>& work, bool captured = false, bool on_device = false, bool drafts = false) {
-  constexpr const char* kNames[] = {"decode", "verify", "long verify", "prefill"};
   std::string all;
   for (const RegimeLaunch& l : launch_order(work, captured, on_device, drafts))
-    all += std::string(all.empty() ? "" : ", ") + (l.branches ? "| " : "") + kNames[l.regime] + " " + std::to_string(l.tasks) +
+    all += std::string(all.empty() ? "" : ", ") + (l.branches ? "| " : "") + kRegimeNames[l.regime] + " " + std::to_string(l.tasks) +
            (l.beside ? " beside" : "") + (l.next_waits ? " waits" : "");
   return all;
 }

@@ -16,8 +16,6 @@ constexpr SizeName kSizes[] = {{"kTileRows", "tile_rows"}, {"kTileKeys", "tile_k
                                {"kStages", "stages"},      {"kValueStages", "value_stages"}, {"kRowWarps", "row_warps"},
                                {"kKeyWarps", "key_warps"}, {"kDimWarps", "dim_warps"},       {"kBlocks", "blocks"}};
 
-constexpr const char* kRegimeNames[kNumRegimes] = {"decode", "verify", "long_verify", "prefill"};
-
 }  // namespace
 
 std::vector<KernelChoice> kernel_choices(const AttentionKernels& kernels, const AttentionSpec& spec, const DeviceInfo& device) {
@@ -32,7 +30,7 @@ std::vector<KernelChoice> kernel_choices(const AttentionKernels& kernels, const 
     const RegimeKernel& kernel = regimes[regime];
     const SchedulePolicy& policy = policies[regime];
     if (kernel.tile.rows == 0 || policy.min_q > policy.max_q) continue;
-    KernelChoice choice{.requests = kRegimeNames[regime],
+    KernelChoice choice{.requests = gpu::kRegimeNames[regime],
                         .least_queries = std::max(policy.min_q, 1),
                         .most_queries = policy.max_q,
                         .kernel = kernel.entry,

@@ -243,7 +243,6 @@ void Plan::lay_out(int64_t prefix_parts) {
 std::string Plan::str() const {
   const Step& step = steps_.now();
   if (step.on_device) return fmt::format("{} ({}): planned on the device, for at most {} tokens", table_.backend, arch_, step.num_tokens);
-  constexpr const char* kNames[kNumRegimes] = {"decode", "verify", "long verify", "prefill"};
   std::string items, names;
   size_t merges = 0;
   int64_t shared = 0;
@@ -251,7 +250,7 @@ std::string Plan::str() const {
     if (regime == kLongVerify && regimes_[regime].bounds.num_work == 0) continue;  // most layers have none
     const Schedule& schedule = step.schedules[regime];
     items += fmt::format("{}{}", items.empty() ? "" : " + ", schedule.num_work);
-    names += fmt::format("{}{}", names.empty() ? "" : " + ", kNames[regime]);
+    names += fmt::format("{}{}", names.empty() ? "" : " + ", gpu::kRegimeNames[regime]);
     merges += schedule.merges.size();
     if (!schedule.details.parts.empty())
       shared += std::ranges::count_if(schedule.work, [](const WorkItem& item) { return item.partial >= 0 && item.merge < 0; });
