@@ -11,8 +11,8 @@ class MlaPlan:
 
     A plan computes each request in one of two ways, which str() explains: in latent space, or with keys and values of all heads expanded in chunks. `backend`
     forces one ("" takes the first that runs the spec). num_threads: 0 is PyTorch's threads where it is loaded, else one for each core.
-    max_query_len bounds the query tokens of a request: 1 is a plan for decode, which a GPU's graphs may hold. on_device is for
-    update_on_device(). out_dtype ("bf16") is what every output will have.
+    max_query_len bounds the query tokens of a request: 1 is a plan for decode, which a GPU's graphs may hold; with the same min_query_len it is
+    one for verify of so many tokens, whose graphs have no launches for others. on_device is for update_on_device(). out_dtype ("bf16") is what every output will have.
     KvCache(spec.latent_spec, ...) makes the cache.
     """
 
@@ -26,6 +26,7 @@ class MlaPlan:
         max_num_tokens: int = 8192,
         max_seq_len: int = 131072,
         max_query_len: int = 0,
+        min_query_len: int = 0,
         num_threads: int = 0,
         validate: bool = True,
         on_device: bool = False,
@@ -44,6 +45,7 @@ class MlaPlan:
             max_num_tokens=max_num_tokens,
             max_seq_len=max_seq_len,
             max_query_len=max_query_len,
+            min_query_len=min_query_len,
             num_threads=num_threads,
             validate=validate,
             on_device=on_device,

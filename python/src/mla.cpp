@@ -71,12 +71,12 @@ void bind_mla(nb::module_& m) {
       .def(
           "__init__",
           [](PyMlaPlan* self, const MlaSpec& spec, const DeviceInfo& device, const std::string& backend, int max_num_reqs,
-             int max_num_tokens, int max_seq_len, int max_query_len, int num_threads, bool validate, bool on_device,
+             int max_num_tokens, int max_seq_len, int max_query_len, int min_query_len, int num_threads, bool validate, bool on_device,
              std::optional<std::string> out_dtype, const PyWorkspace* workspace) {
             const auto chosen = select<MlaFamily>(spec, device, {.forced = backend});
             if (chosen.backend == nullptr) throw Error("backend.unsupported", "nothing runs " + spec.str() + "\n" + chosen.str());
             PlanOptions options;
-            options.limits = {max_num_reqs, max_num_tokens, max_seq_len, max_query_len};
+            options.limits = {max_num_reqs, max_num_tokens, max_seq_len, max_query_len, min_query_len};
             options.validate = validate, options.on_device = on_device;
             if (out_dtype) options.out_dtype = parse_dtype(*out_dtype);
             if (workspace != nullptr) options.workspace = workspace->shared;
@@ -89,8 +89,8 @@ void bind_mla(nb::module_& m) {
             new (self) PyMlaPlan(std::move(made));
           },
           nb::arg("spec"), nb::arg("device"), nb::kw_only(), nb::arg("backend") = "", nb::arg("max_num_reqs") = 256,
-          nb::arg("max_num_tokens") = 8192, nb::arg("max_seq_len") = 131072, nb::arg("max_query_len") = 0, nb::arg("num_threads") = 0,
-          nb::arg("validate") = true, nb::arg("on_device") = false, nb::arg("out_dtype") = nb::none(),
+          nb::arg("max_num_tokens") = 8192, nb::arg("max_seq_len") = 131072, nb::arg("max_query_len") = 0, nb::arg("min_query_len") = 0,
+          nb::arg("num_threads") = 0, nb::arg("validate") = true, nb::arg("on_device") = false, nb::arg("out_dtype") = nb::none(),
           nb::arg("workspace").none() = nb::none())
       .def_ro("spec", &PyMlaPlan::spec)
       .def(

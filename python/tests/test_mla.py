@@ -126,6 +126,18 @@ def test_what_is_refused():
     assert error.value.code == "mla.write_kv.rope"
 
 
+def test_plans_for_drafts_refuse_fewer_tokens():
+    spec = imbrex.MlaSpec(HEADS, kv_lora_rank=RANK, qk_nope_dim=NOPE, qk_rope_dim=ROPE, v_dim=VALUE, dtype="f32", kv_dtype="f32")
+    plan = imbrex.MlaPlan(spec, max_query_len=4, min_query_len=4, num_threads=1)
+    table = np.zeros((3, 1), np.int32)
+    plan.update(int32(0, 4, 4, 8), int32(4, 0, 6), block_table=table)
+    with pytest.raises(imbrex.Error, match="at least 4 .*got 3 in request 2") as caught:
+        plan.update(int32(0, 4, 4, 7), int32(4, 0, 6), block_table=table)
+    assert caught.value.code == "batch.query_len.limit"
+    with pytest.raises(imbrex.Error, match="expected 0 to 4 query tokens, got 5"):
+        imbrex.MlaPlan(spec, max_query_len=4, min_query_len=5)
+
+
 def test_lengths_on_a_gpu():
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():

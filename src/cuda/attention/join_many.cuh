@@ -126,7 +126,7 @@ class ManyJoiner {
         __syncwarp();  // before what is read here is written
         if (nodes > 1) {
           shared_.nodes[number][at] = all.x;
-          if (lane == 0) shared_.states[number] = {reference, all.sum};  // by each part, the same
+          if (lane == 0 && unit % parts == 0) shared_.states[number] = {reference, all.sum};
           continue;
         }
         const RowEnd end = row_end(p_, head, reference, all.sum);
