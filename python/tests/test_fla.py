@@ -24,6 +24,10 @@ SIGNATURES = {
             cp_context=None,
         ),
     ),
+    "chunk_gated_delta_product": (
+        [*QKV, "g", "beta", "num_householder"],
+        dict(scale=None, **STATE, use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None),
+    ),
     "fused_recurrent_gated_delta_rule": (
         QKV, dict(g=None, gk=None, gv=None, beta=None, scale=None, **STATE, use_qk_l2norm_in_kernel=False, **GATE, **BETA, state_v_first=False, cu_seqlens=None),
     ),
@@ -240,6 +244,70 @@ def test_sequences_of_different_lengths(device, given):
         if end > begin:
             near(out[:, begin:end], expected, FLOAT)
         near(final[i : i + 1], state, FLOAT)
+
+
+def delta_product(q, k, v, g, beta, steps, state):
+    """Token by token and step by step, in float64."""
+    q, k, v, beta, state = (x.double() for x in (q, k, v, beta, state))
+    repeats = v.shape[2] // q.shape[2]
+    q, k = (torch.nn.functional.normalize(x, dim=-1).repeat_interleave(repeats, 2) for x in (q, k))
+    outs = []
+    for t in range(q.shape[1]):
+        state = state if g is None else state * g[:, t].double().exp()[..., None, None]
+        for i in range(t * steps, (t + 1) * steps):
+            missing = v[:, i] - torch.einsum("bhk,bhkv->bhv", k[:, i], state)
+            state = state + torch.einsum("bhk,bhv->bhkv", k[:, i], beta[:, i, :, None] * missing)
+        outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * q.shape[-1] ** -0.5)
+    return torch.stack(outs, 1), state
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("gated", [True, False])
+def test_delta_products(steps, gated, dtype, device):
+    t = 75  # more than a chunk of 64 steps
+    layer, of_tokens = Layer(device, dtype, t=t * steps), Layer(device, dtype, t=t)
+    g = of_tokens.g if gated else None
+    options = dict(use_qk_l2norm_in_kernel=True, output_final_state=True)
+    out, state = ops.chunk_gated_delta_product(of_tokens.q, layer.k, layer.v, g, layer.beta, steps, initial_state=layer.state, **options)
+    expected, final = delta_product(of_tokens.q, layer.k, layer.v, g, layer.beta, steps, layer.state)
+    near(out, expected, TOLERANCE[dtype])
+    near(state, final, TOLERANCE[dtype])
+    assert out.dtype == dtype and out.shape == (B, t, HV, V)
+
+
+def test_delta_products_of_different_lengths():
+    steps, starts = 2, [0, 4, 4, 11]
+    layer, of_tokens = Layer(b=1, t=11 * steps), Layer(b=1, t=11)
+    states, options = numbers("cpu", torch.float32, 3, HV, K, V), dict(use_qk_l2norm_in_kernel=True, output_final_state=True)
+    out, final = ops.chunk_gated_delta_product(
+        of_tokens.q, layer.k, layer.v, of_tokens.g, layer.beta, steps, initial_state=states, cu_seqlens=torch.tensor(starts), **options
+    )
+    for i, (begin, end) in enumerate(zip(starts, starts[1:])):
+        own = slice(begin * steps, end * steps)
+        alone = (of_tokens.q[:, begin:end], layer.k[:, own], layer.v[:, own], of_tokens.g[:, begin:end], layer.beta[:, own])
+        if end > begin:
+            expected, state = delta_product(*alone, steps, states[i : i + 1])
+            near(out[:, begin:end], expected, FLOAT)
+            near(final[i : i + 1], state, FLOAT)
+        else:
+            assert torch.equal(final[i], states[i])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(num_householder=0), "num_householder: expected a number of steps, 1 or more, got 0"),
+        (dict(num_householder=3), r"k: expected .*57"),
+        (dict(cp_context=object()), "cp_context"),
+    ],
+)
+def test_delta_products_refused(changed, message):
+    layer, of_tokens = Layer(t=2 * T), Layer()
+    arguments = dict(q=of_tokens.q, k=layer.k, v=layer.v, g=of_tokens.g, beta=layer.beta, num_householder=2)
+    with pytest.raises(Exception, match=message):
+        ops.chunk_gated_delta_product(**dict(arguments, **changed))
 
 
 @pytest.mark.parametrize("name", ["state_v_first", "transpose_state_layout"])

@@ -140,7 +140,8 @@ TEST(CaseFiles, MlaOnesAreWhatTheGeneratorMakes) {
   }
 }
 
-// Gated delta nets with grouped heads, drafts of a layer whose gates are of each channel, and Mamba2 with all that is in front and behind.
+// Gated delta nets with grouped heads, drafts of a layer whose gates are of each channel, and Mamba2 with all that is in front and behind;
+// trees of drafts, gates with a bound, and Mamba1 and lightning attention with states of 16 bits.
 std::vector<RecurrentCase> shipped_recurrent() {
   RecurrentCase gdn{.name = "recurrent_gdn_bf16",
                     .spec = recurrent_layer("gdn"),
@@ -160,7 +161,20 @@ std::vector<RecurrentCase> shipped_recurrent() {
   mamba.spec.head_dim_k = 8, mamba.spec.head_dim_v = 6, mamba.spec.num_drafts = 2;
   mamba.spec.conv = RecurrentConv::vkq, mamba.spec.conv_bias = true;
   mamba.spec.out_gate = OutputGate::silu, mamba.spec.out_norm = OutputNorm::after_gate, mamba.spec.norm_groups = 1;
-  return {gdn, kda, mamba};
+  const StateCaseRequests steps = gdn.requests;
+  RecurrentCase tree{.name = "recurrent_tree_gdn_f16",
+                     .spec = recurrent_layer("gdn"),
+                     .requests = {{6, 17, 5, 2, 0, {0, 0, 1, 1, 3}}, {3, 9, 2, 4, 1, {0, 0}}, {4, 0, 3, 0, 2, {0, 1, 0}}, {1, 2, 0, 1, 3}},
+                     .seed = 2034};
+  tree.spec.head_dim_k = 6, tree.spec.head_dim_v = 8, tree.spec.num_drafts = 5, tree.spec.tree_drafts = true;
+  tree.spec.dtype = DType::f16, tree.spec.layout = StateLayout::k_first;
+  RecurrentCase bounded{.name = "recurrent_kda_bounded_bf16", .spec = recurrent_layer("kda_bounded"), .requests = steps, .seed = 2035};
+  bounded.spec.head_dim_k = 7, bounded.spec.head_dim_v = 5;
+  RecurrentCase mamba1{.name = "recurrent_mamba1_f32", .spec = recurrent_layer("mamba1"), .requests = steps, .seed = 2036};
+  mamba1.spec.num_v_heads = 19, mamba1.spec.head_dim_k = 16, mamba1.spec.dtype = DType::f32, mamba1.spec.state_dtype = DType::bf16;
+  RecurrentCase lightning{.name = "recurrent_lightning_bf16", .spec = recurrent_layer("lightning"), .requests = steps, .seed = 2037};
+  lightning.spec.head_dim_k = 8, lightning.spec.head_dim_v = 6, lightning.spec.state_dtype = DType::f16;
+  return {gdn, kda, mamba, tree, bounded, mamba1, lightning};
 }
 
 TEST(CaseFiles, RecurrentOnesAreWhatTheGeneratorMakes) {
@@ -197,7 +211,7 @@ TEST(CaseFiles, EveryBackendPassesThem) {
       }
     }
   }
-  EXPECT_GE(files, 14);
+  EXPECT_GE(files, 18);
 }
 
 }  // namespace

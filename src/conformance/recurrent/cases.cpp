@@ -235,6 +235,18 @@ void add_narrow_requests(RecurrentTable& table) {
     }
 }
 
+// Prompts in chunks, with each number of value heads that models have for a key head.
+void add_grouped_prompts(RecurrentTable& table) {
+  const StateCaseRequests prompts{{150}, {1, 30}, {70, 40}, {64, 64}};
+  for (const int v_heads : {1, 2, 3, 4})
+    for (const char* layer : {"gdn", "kda", "mamba2"}) {
+      RecurrentSpec spec = recurrent_layer(layer);
+      spec.num_k_heads = 2, spec.num_v_heads = 2 * v_heads, spec.head_dim_k = spec.head_dim_v = 128;
+      spec.layout = StateLayout(table.cases.size() % 2);
+      table.add(fmt::format("prompts_of_{}_{}", v_heads, layer), spec, prompts);
+    }
+}
+
 }  // namespace
 
 RecurrentSpec recurrent_layer(std::string_view name) {
@@ -275,6 +287,7 @@ std::span<const RecurrentCase> recurrent_cases() {
     add_recurrent_convolutions(table, recurrent_steps());
     add_recurrent_convolutions(table, std::span(&trees, 1));
     add_narrow_requests(table);
+    add_grouped_prompts(table);
     return table.cases;
   }();
   return all;

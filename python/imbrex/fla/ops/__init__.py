@@ -1,5 +1,6 @@
 """The operators, by family as in fla.ops. Modules of this package import each other by absolute names."""
-from imbrex.fla.ops import gated_delta_rule, kda, lightning_attn, simple_gla
+from imbrex.fla.ops import gated_delta_product, gated_delta_rule, kda, lightning_attn, simple_gla
+from imbrex.fla.ops.gated_delta_product import chunk_gated_delta_product
 from imbrex.fla.ops.gated_delta_rule import (
     chunk_gated_delta_rule,
     chunk_gdn,
@@ -11,6 +12,7 @@ from imbrex.fla.ops.lightning_attn import chunk_lightning_attn, fused_recurrent_
 from imbrex.fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 __all__ = [
+    "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "chunk_kda",
@@ -21,6 +23,7 @@ __all__ = [
     "fused_recurrent_kda",
     "fused_recurrent_lightning_attn",
     "fused_recurrent_simple_gla",
+    "gated_delta_product",
     "gated_delta_rule",
     "kda",
     "lightning_attn",
