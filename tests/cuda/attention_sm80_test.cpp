@@ -163,7 +163,7 @@ TEST(AttentionSm80, MergeCompilesCleanly) {
       EXPECT_EQ(problems, std::vector<std::string>{}) << arch << " " << dim;
       ASSERT_EQ(entries.size(), 1u);
       EXPECT_EQ(entries[0].name, "merge");
-      EXPECT_LE(entries[0].smem_bytes, 48 << 10);
+      EXPECT_LE(entries[0].smem_bytes, 99 << 10);  // what every GPU since sm_80 has for a thread block
     }
 }
 
