@@ -155,14 +155,17 @@ void Plan::name_kernels() {
 // (docs/kernels/cuda_sm90_latent.md).
 void Plan::choose_for_graphs(RegimePlan& s) const {
   const int drafts = options_.limits.max_query_len;
+  const int64_t each = int64_t(spec_.num_kv_heads) * s.row_blocks, most = s.bounds.num_work * each;
+  const int longest = s.kernels_for(most);
+  s.in_graph = {options_.on_device ? longest : RegimePlan::kManyTasks};
+  if (options_.on_device) return;  // the counts of several launches are the host's
   if (has_drafts(options_.limits) && (drafts < s.policy.min_q || drafts > s.policy.max_q)) return;
   constexpr int64_t kLeastKeys = 1024, kShortKeys = 1536, kUsualKeys = 4096, kLongPiece = 512;
-  const int64_t each = int64_t(spec_.num_kv_heads) * s.row_blocks, most = s.bounds.num_work * each;
   SchedulePolicy whole = s.policy;
   whole.split_max_q = 0;  // no request is cut
   const int64_t piece = std::max(s.kernel.tile.least_piece, 256), items = schedule_bounds(whole, options_.limits).num_work;
   const auto kernels_for_keys = [&](int64_t keys) { return s.kernels_for(std::min(items * each * ((keys + piece - 1) / piece), most)); };
-  const int longest = s.kernels_for(most), usual = options_.on_device ? longest : kernels_for_keys(kUsualKeys);
+  const int usual = kernels_for_keys(kUsualKeys);
   s.in_graph = {usual};
   const auto add = [&](int kernels) {
     if (std::ranges::find(s.in_graph, kernels) == s.in_graph.end()) s.in_graph.push_back(kernels);
@@ -171,7 +174,7 @@ void Plan::choose_for_graphs(RegimePlan& s) const {
   if (usual != RegimePlan::kManyTasks) {
     for (int64_t keys = kLeastKeys; keys < options_.limits.max_seq_len; keys *= 2) add(kernels_for_keys(keys));
     add(longest);
-  } else if (!options_.on_device && piece >= kLongPiece && options_.limits.max_seq_len > kUsualKeys) {  // short pieces gain too little
+  } else if (piece >= kLongPiece && options_.limits.max_seq_len > kUsualKeys) {  // short pieces gain too little
     const int few = kernels_for_keys(kShortKeys);
     add(few);
     s.in_branches = few == int(kFewTasksTables) - 1;

@@ -142,6 +142,17 @@ TEST_P(PlanGraphOfFewTasks, HaveAnotherOneWhereTheyAreTheFewest) {
   EXPECT_EQ(all.size(), 2u);
   EXPECT_TRUE(all.contains("kOwnDims 128") && all.contains("kOwnDims 256"));
 }
+// How many tasks a step has only the device knows, where the lists are made there.
+TEST_P(PlanGraphOfFewTasks, TakeLengthsFromTheDevice) {
+  spec.kv_format = KvFormat::latent;
+  spec.num_kv_heads = 1;
+  for (const auto& [heads, dims, keys] : {std::tuple{65, 512, 24000}, {65, 256, 24000}, {17, 512, 12000}, {40, 512, 24000}}) {
+    spec.num_q_heads = heads, spec.head_dim_qk = dims == 512 ? 512 : dims + 16, spec.head_dim_v = dims;
+    limits = {.max_num_reqs = 1, .max_num_tokens = 1, .max_seq_len = keys, .max_query_len = 1};
+    SCOPED_TRACE(fmt::format("{} heads of {} dims", heads, dims));
+    run({.spec = spec, .limits = limits, .device_arrays = true, .device_lengths = true, .keys = keys, .batches = 8, .seed = 29});
+  }
+}
 INSTANTIATE_TEST_SUITE_P(Backends, PlanGraphOfFewTasks, testing::Values("cuda_sm90"), [](const auto& info) { return info.param; });
 
 TEST_P(PlanGraph, LengthsOnTheDevice) {
