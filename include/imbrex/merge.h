@@ -11,7 +11,7 @@ namespace imbrex {
 
 struct PartialResult {
   TensorView out;  // f32, bf16 or f16 [num_tokens, num_heads, head_dim_v], normalised
-  TensorView lse;  // f32 [num_tokens, num_heads], natural log; -inf for an empty part
+  TensorView lse;  // f32 [num_tokens, num_heads], natural log; -inf for an empty part, or +inf, as FlashMLA and FlashAttention 2 have it
 };
 
 // out = sum_i exp(lse_i - lse) out_i, lse = log sum_i exp(lse_i), per token and head; parts are taken in the order given.

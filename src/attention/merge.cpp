@@ -61,13 +61,15 @@ void add_row(const TensorView& t, int64_t offset, float weight, float* sum, int 
   add_row<uint16_t, f16_to_float>(t.data, offset, stride, weight, sum, count);
 }
 
-// Weights of the parts for one row, from their log-sum-exps; returns the joint one. A NaN anywhere makes everything NaN.
+// Weights of the parts for one row, from their log-sum-exps; returns the joint one. Infinity of either sign says that a part is empty. A
+// NaN anywhere makes everything NaN.
 float row_weights(std::span<const PartialResult> parts, int64_t token, int64_t head, float* weights) {
   constexpr float kEmpty = -std::numeric_limits<float>::infinity();
   float highest = kEmpty;
   for (size_t i = 0; i < parts.size(); ++i) {
     const TensorView& lse = parts[i].lse;
     weights[i] = lse.as<const float>()[token * lse.stride(0) + head * lse.stride(1)];
+    if (std::isinf(weights[i])) weights[i] = kEmpty;
     highest = std::max(highest, weights[i]);
   }
   float sum = 0;

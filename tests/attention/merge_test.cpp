@@ -91,6 +91,20 @@ TEST(Merge, EmptyPartsAreNeverRead) {
   }
 }
 
+// As FlashMLA and FlashAttention 2 write it for a row that sees no key.
+TEST(Merge, PartsWithALogSumExpOfInfinityAreEmpty) {
+  Partial a(DType::f32, 3, 1, 8), b(DType::f32, 3, 1, 8), out(DType::f32, 3, 1, 8);
+  a.fill(1), b.fill(2), out.fill(3);
+  for (int64_t i = 0; i < 24; ++i) store_from_float(b.out.data(), DType::f32, i, NAN);
+  for (int64_t i = 8; i < 24; ++i) store_from_float(a.out.data(), DType::f32, i, NAN);
+  a.lse = {0.5f, kInfinity, -kInfinity};
+  b.lse = {kInfinity, kInfinity, kInfinity};
+  const std::vector<PartialResult> parts = {a.view, b.view};
+  merge_partial_results(parts, out.view.out, out.view.lse);
+  EXPECT_EQ(out.lse, (std::vector<float>{0.5f, -kInfinity, -kInfinity}));
+  for (int64_t d = 0; d < 24; ++d) EXPECT_EQ(out.at(d), d < 8 ? a.at(d) : 0.f);
+}
+
 TEST(Merge, NanIsNotHidden) {
   Partial a(DType::f32, 2, 1, 8), b(DType::f32, 2, 1, 8), out(DType::f32, 2, 1, 8);
   a.fill(1), b.fill(2);

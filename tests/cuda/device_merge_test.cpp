@@ -32,7 +32,7 @@ struct Problem {
       for (size_t row = 0; row < logs.back().size(); ++row) {
         logs.back()[row] = 3 * normal(random);
         if (random() % 4 != 0) continue;
-        logs.back()[row] = -std::numeric_limits<float>::infinity();
+        logs.back()[row] = (random() % 2 == 0 ? 1 : -1) * std::numeric_limits<float>::infinity();
         for (int64_t d = 0; d < dim; ++d) store_from_float(outs.back().data(), type, int64_t(row) * dim + d, NAN);
       }
     }

@@ -51,11 +51,14 @@ DEVICE void store_piece(int type, char* to, const float (&x)[width]) {
   store_piece<kF16>(to, x);
 }
 
-// Log-sum-exps of a row's parts become weights; returns the joint one. A NaN anywhere makes all of them NaN.
+// Log-sum-exps of a row's parts become weights; returns the joint one. Infinity of either sign says that a part is empty. A NaN anywhere
+// makes all of them NaN.
 DEVICE float make_weights(float* row, int num_parts) {
   float highest = -infinity(), sum = 0.f;
-  for (int part = 0; part < num_parts; ++part)
+  for (int part = 0; part < num_parts; ++part) {
+    if (row[part] == infinity()) row[part] = -infinity();
     if (row[part] > highest) highest = row[part];
+  }
   for (int part = 0; part < num_parts; ++part) {
     row[part] = row[part] == -infinity() ? 0.f : expf(row[part] - highest);
     sum += row[part];
