@@ -1,6 +1,7 @@
 """How a call is timed on the GPU: back to back under the power cap, inside a CUDA graph, or as a graph of its own."""
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -28,6 +29,12 @@ def estimate(call: Call) -> float:
     end.record()
     torch.cuda.synchronize()
     return max(begin.elapsed_time(end), 5e-3)
+
+
+def in_turn(calls: list[Call]) -> Call:
+    """Each call is the next one of `calls`."""
+    turns = itertools.cycle(calls)
+    return lambda: next(turns)()
 
 
 def back_to_back(call: Call, target_ms: float) -> list[float]:

@@ -98,7 +98,7 @@ class Cell:
 class Problem:
     """The tensors of a cell. Pages lie in any order, and what no request owns is NaN."""
 
-    def __init__(self, cell: Cell, hot_pages: int = 0):
+    def __init__(self, cell: Cell, hot_pages: int = 0, one_cache: bool = False):
         self.cell, self.lens, self.form = cell, cell.lengths(), FORMS[cell.form]
         draw = torch.Generator(device="cuda").manual_seed(11)
         pages = [(n + cell.page - 1) // cell.page for n in self.lens]
@@ -120,6 +120,10 @@ class Problem:
         if cell.form != "bf16":  # the peers' cache has the numbers that the records have
             self.stored = self.form.encoded(self.cache)
             self.cache = self.form.decoded(self.stored)
+        bytes_read = self.form.width * self.form.dtype.itemsize * sum(self.lens)
+        copies = 1 if hot_pages or one_cache else min(8 if bytes_read > 64e6 else 64, int(600e6 / bytes_read) + 1)
+        self.caches = [self.cache] + [self.cache.clone() for _ in range(copies - 1)]
+        self.all_stored = self.caches if self.stored is self.cache else [self.stored] + [self.stored.clone() for _ in range(copies - 1)]
         tokens = cell.batch * cell.query
         self.q = torch.randn(tokens, cell.heads, KEY_DIM, generator=draw, device="cuda").bfloat16()
         self.out = torch.full((tokens, cell.heads, VALUE_DIM), float("nan"), dtype=torch.bfloat16, device="cuda")
@@ -146,7 +150,8 @@ class Problem:
         return worst
 
 
-def imbrex_call(native: Native, problem: Problem, balanced: bool, longest: int, keep: list, no_others: bool = False) -> protocols.Call:
+def imbrex_call(native: Native, problem: Problem, balanced: bool, longest: int, keep: list, no_others: bool = False) -> list[protocols.Call]:
+    """A call for each copy of the cache, as the peers' functions return them."""
     cell = problem.cell
     spec = {"q_heads": cell.heads, "kv_heads": 1, "head_dim": KEY_DIM, "head_dim_v": VALUE_DIM, "kv_format": problem.form.kv_format, "scale": SCALE,
             "q": "bf16", "kv": problem.form.kv, "page": cell.page, "causal": True}  # fmt: skip
@@ -159,34 +164,36 @@ def imbrex_call(native: Native, problem: Problem, balanced: bool, longest: int, 
     stream = torch.cuda.current_stream().cuda_stream
     starts = [i * cell.query for i in range(cell.batch + 1)]
     plan.update(starts, problem.lens, problem.table.data_ptr(), problem.table.shape[1], stream)
-    cache = problem.stored
-    fixed = (problem.q.data_ptr(), cache.data_ptr(), 0, cache.shape[0], cache.stride(0), problem.out.data_ptr())
-    return lambda: plan.run(*fixed, torch.cuda.current_stream().cuda_stream)
+
+    def of_cache(cache: torch.Tensor) -> protocols.Call:
+        fixed = (problem.q.data_ptr(), cache.data_ptr(), 0, cache.shape[0], cache.stride(0), problem.out.data_ptr())
+        return lambda: plan.run(*fixed, torch.cuda.current_stream().cuda_stream)
+
+    return [of_cache(cache) for cache in problem.all_stored]
 
 
-def flashmla_call(problem: Problem) -> protocols.Call:
+def flashmla_call(problem: Problem) -> list[protocols.Call]:
     cell = problem.cell
     q = problem.q.view(cell.batch, cell.query, cell.heads, KEY_DIM)
     decode = torch.ops._flashmla_C.dense_decode_fwd
     more = [None] * (len(decode.default._schema.arguments) - 9)  # newer versions may be given tensors for the outputs
-    fixed = (q, problem.cache, VALUE_DIM, problem.lens_on_device, problem.table, SCALE, True)
-    made = decode(*fixed, None, None, *more)[2:4]  # the schedule, which depends on the lengths alone
-    return lambda: decode(*fixed, *made, *more)[0]
+    fixed = (VALUE_DIM, problem.lens_on_device, problem.table, SCALE, True)
+    made = decode(q, problem.cache, *fixed, None, None, *more)[2:4]  # the schedule, which depends on the lengths alone
+    return [lambda cache=cache: decode(q, cache, *fixed, *made, *more)[0] for cache in problem.caches]
 
 
-def fa3_call(problem: Problem) -> protocols.Call:
+def fa3_call(problem: Problem) -> list[protocols.Call]:
     cell = problem.cell
     starts = torch.arange(cell.batch + 1, dtype=torch.int32, device="cuda") * cell.query
     longest = max(problem.lens)
     q, qv = problem.q[..., VALUE_DIM:], problem.q[..., :VALUE_DIM]
-    k, v = problem.cache[..., VALUE_DIM:], problem.cache[..., :VALUE_DIM]
     plan = torch.ops._vllm_fa3_C.get_scheduler_metadata(
         cell.batch, cell.query, longest, cell.heads, 1, KEY_DIM - VALUE_DIM, VALUE_DIM, q.dtype, problem.lens_on_device, starts,
         None, None, None, None, cell.page, 0, True, -1, -1, False, 0, None, 0)  # fmt: skip
     out = torch.empty_like(problem.out)
-    return lambda: torch.ops._vllm_fa3_C.fwd(
-        q, k, v, None, None, qv, out, starts, None, None, None, problem.lens_on_device, cell.query, longest, problem.table, None, None,
-        None, None, None, None, None, None, SCALE, True, -1, -1, 0.0, True, plan, 0, None, 0, None, 1, 0, None)[0]  # fmt: skip
+    return [lambda cache=cache: torch.ops._vllm_fa3_C.fwd(
+        q, cache[..., VALUE_DIM:], cache[..., :VALUE_DIM], None, None, qv, out, starts, None, None, None, problem.lens_on_device, cell.query, longest, problem.table, None, None,
+        None, None, None, None, None, None, SCALE, True, -1, -1, 0.0, True, plan, 0, None, 0, None, 1, 0, None)[0] for cache in problem.caches]  # fmt: skip
 
 
 def measure(native: Native, cell: Cell, args: argparse.Namespace) -> str:
@@ -203,7 +210,7 @@ def measure(native: Native, cell: Cell, args: argparse.Namespace) -> str:
     for name, make in peers:
         try:
             calls[name] = make(problem)
-            error = problem.worst_error(calls[name]().view_as(problem.out))
+            error = problem.worst_error(calls[name][0]().view_as(problem.out))
             if error > args.tolerance:
                 errors.append(f"{name} WRONG {error:.3g}")
         except (RuntimeError, AttributeError) as problem_of_peer:
@@ -211,13 +218,15 @@ def measure(native: Native, cell: Cell, args: argparse.Namespace) -> str:
             errors.append(f"{name}: {str(problem_of_peer).splitlines()[0][:80]}")
     for name in [n for n in ("imbrex", "balanced") if n in calls]:
         problem.out.fill_(float("nan"))
-        calls[name]()
+        calls[name][0]()
         torch.cuda.synchronize()
         error = problem.worst_error(problem.out)
         if not error <= args.tolerance:
             errors.append(f"{name} WRONG {error:.3g}")
-    graphs = {name: protocols.Graph([call]).replays(args.ms) for name, call in calls.items()} if args.graph else None
-    times = {n: statistics.median(ms) * 1e3 for n, ms in graphs.items()} if graphs else protocols.sustained(calls, args.ms, args.rounds)
+    if args.graph:
+        times = {name: statistics.median(protocols.Graph(turns).replays(args.ms)) * 1e3 for name, turns in calls.items()}
+    else:
+        times = protocols.sustained({name: protocols.in_turn(turns) for name, turns in calls.items()}, args.ms, args.rounds)
     best = min([us for name, us in times.items() if name not in ("imbrex", "balanced")], default=float("nan"))
     ours = times["imbrex"]
     for plan in keep:
@@ -229,8 +238,8 @@ def measure(native: Native, cell: Cell, args: argparse.Namespace) -> str:
 def moved(native: Native, cells: list[Cell], args: argparse.Namespace) -> str:
     """Whether any cell's result moves a bit where all of them run at a time: each on a stream of its own, and replays of its graph on another
     stream between its calls, into an output of their own."""
-    problems, keep = [Problem(cell) for cell in cells], []
-    calls = [imbrex_call(native, problem, False, args.longest, keep) for problem in problems]
+    problems, keep = [Problem(cell, one_cache=True) for cell in cells], []
+    calls = [imbrex_call(native, problem, False, args.longest, keep)[0] for problem in problems]
     lone = []
     for problem, call in zip(problems, calls):
         call()
@@ -241,7 +250,7 @@ def moved(native: Native, cells: list[Cell], args: argparse.Namespace) -> str:
     for problem, out in zip(problems, replayed):
         eager, problem.out = problem.out, out
         graph = torch.cuda.CUDAGraph()
-        call = imbrex_call(native, problem, False, args.longest, keep)
+        call = imbrex_call(native, problem, False, args.longest, keep)[0]
         call()
         with torch.cuda.graph(graph):
             call()
