@@ -159,7 +159,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     __syncthreads();
   }
-  if (warp_id() == 4 * (kConsumers + 1)) fetch_latents_ahead(p, k_map, first_task(0));
+  constexpr int kLoader = 4 * (kConsumers + 1);  // the first warp that loads
+  bool found = false;
+  if (warp_id() == kLoader) {
+    if constexpr (kRowCluster > 1) {
+      found = find_first_item<kRowCluster>(p, rank_in_cluster(), kRowCluster, shared);
+    } else {
+      found = find_first_item(p, 0, shared);
+    }
+  }
+  if (warp_id() == kLoader + 1) fetch_latents_ahead(p, k_map, first_task(0));
   if (!begin_launch(p)) return;
   const int wg = shuffle(int(threadIdx.x / 128), 0);
   if (wg < kConsumers) {
@@ -173,9 +182,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int warp = warp_id() % 4;
     if (warp == 0) {
       if constexpr (kRowCluster > 1) {
-        find_items_together<kRowCluster>(p, rank_in_cluster(), kRowCluster, shared);
+        find_items_together<kRowCluster>(p, rank_in_cluster(), kRowCluster, shared, found);
       } else {
-        find_items(p, 0, shared, [](const Item&) {});  // queries come with the keys
+        const auto no_load = [](const Item&) {};  // queries come with the keys
+        find_items(p, 0, shared, no_load, found);
       }
     }
     if (warp == 1) produce_stages(p, 0, q_map, k_map, shared);

@@ -422,7 +422,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   clear_queries(shared);
   __syncthreads();
-  if (warp_id() == kConsumerWarps) fetch_latents_ahead(p, k_map, first_task(0));
+  const bool found = warp_id() == kConsumerWarps && find_first_item(p, 0, shared);
+  if (warp_id() == kConsumerWarps + 1) fetch_latents_ahead(p, k_map, first_task(0));
   if (!begin_launch(p)) return;
   const int warp = warp_id(), in_group = warp % 4;
   if (warp < kConsumerWarps) {
@@ -432,11 +433,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     registers_shrink<kLoadRegisters>();
     if (in_group == 0) {
       u32 parity = 1;
-      find_items(p, 0, shared, [&](const Item& item) {
+      const auto load = [&](const Item& item) {
         mbarrier_wait(shared_address(&shared.q_empty), parity);
         parity ^= 1;
         load_queries(p, q_map, item, shared);
-      });
+      };
+      find_items(p, 0, shared, load, found);
     } else {
       bring_keys(p, k_map, shared, in_group - 1);
     }

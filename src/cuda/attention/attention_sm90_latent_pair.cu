@@ -163,7 +163,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (kMaps) tma_prefetch_map(k_map);
   }
   cluster_sync();
-  if (warp_id() == 4 * (kConsumers + 1)) fetch_latents_ahead(p, k_map, int(blockIdx.x) / kBlocksTogether);
+  constexpr int kLoader = 4 * (kConsumers + 1);  // the first warp that loads
+  const bool found = warp_id() == kLoader && find_first_item<1>(p, half.rank, kBlocksTogether, shared);
+  if (warp_id() == kLoader + 3) fetch_first_step(p, half);
   if (!begin_launch(p)) return;
   const int wg = shuffle(int(threadIdx.x / 128), 0);
   if (wg < kConsumers) {
@@ -175,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     registers_shrink<kLoadRegisters>();
     const int warp = warp_id() % 4;
-    if (warp == 0) find_items_together<1>(p, half.rank, kBlocksTogether, shared);
+    if (warp == 0) find_items_together<1>(p, half.rank, kBlocksTogether, shared, found);
     if (warp == 1) produce_stages(p, half, q_map, k_map, shared);
     if (warp == 2) hand_over_weights(half, shared);
     if (warp == 3) fetch_steps(p, half, shared);

@@ -166,7 +166,8 @@ DEVICE void produce_stages(const AttentionParams& p, const Half& half, const Ten
   const auto full = [&] { return shared_address(&shared.full[stage.at]); };
   each_item(shared, [&](const Item& item) {
     const Steps steps = steps_of(item);
-    Box box = box_of(p, item, kBlocksTogether * steps.first + half.rank);
+    const auto box_of_step = [&](int step) { return box_of(p, item, kBlocksTogether * step + half.rank); };
+    Box box = box_of_step(steps.first), next = box_of_step(steps.first + 1);  // block ids are on their way while queries are loaded
 #pragma unroll 1
     for (int chunk = 0; chunk < kQChunks; chunk += kQEach, stage.next()) {
       begin_stage();
@@ -174,13 +175,30 @@ DEVICE void produce_stages(const AttentionParams& p, const Half& half, const Ten
     }
 #pragma unroll 1
     for (int step = steps.first; step < steps.end; ++step, stage.next()) {
-      const Box next = box_of(p, item, kBlocksTogether * (step + 1) + half.rank);
       if (wants_next({steps.first, steps.end}, step)) report(shared.item_wanted);
       begin_stage();
       load_step(p, half, k_map, item, step, box, shared.stage[stage.at], full());
-      box = next;
+      box = next, next = box_of_step(step + 2);
     }
   });
+}
+
+// Brings a block's own tile of a step to L2.
+DEVICE void fetch_tile(const AttentionParams& p, const Item& item, const Box& box) {
+  if constexpr (kMaps && kBlockSize > 0) {
+    if (!box.loads) return;
+    const char* const first = p.k.data + item.kv_head * p.k.head_stride + offset_in_block(p.k, box.block, box.key);
+    bulk_prefetch(first, u32((kPageRows - 1) * p.k.token_stride) + kHeadDimQk * 2);
+  }
+}
+
+// As fetch_ahead() does, for the first step of the cluster's first item. With more of them batches take longer.
+DEVICE void fetch_first_step(const AttentionParams& p, const Half& half) {
+  const int task = int(blockIdx.x) / kBlocksTogether;
+  if (!p.keys_are_there || task >= num_tasks(p)) return;
+  const Item item = item_of(p, task);
+  const int tile = kBlocksTogether * steps_of(item).first + half.rank;
+  fetch_tile(p, item, whole_box(p, item, tile, [](const int* id) { return load_l2(id); }));
 }
 
 // Brings keys to L2, so many steps ahead of those that are there: too few stages fit for all that memory could have under way.
@@ -195,12 +213,7 @@ DEVICE void fetch_steps(const AttentionParams& p, const Half& half, SharedStorag
       stage.next();
     };
     const auto fetch = [&](int step) {
-      if constexpr (kMaps && kBlockSize > 0) {
-        const Box box = box_of(p, item, kBlocksTogether * step + half.rank);
-        if (!box.loads) return;
-        const char* const first = p.k.data + item.kv_head * p.k.head_stride + offset_in_block(p.k, box.block, box.key);
-        bulk_prefetch(first, u32((kPageRows - 1) * p.k.token_stride) + kHeadDimQk * 2);
-      }
+      if constexpr (kMaps && kBlockSize > 0) fetch_tile(p, item, box_of(p, item, kBlocksTogether * step + half.rank));
     };
 #pragma unroll 1
     for (int step = steps.first; step < steps.first + kStepsAhead; ++step) fetch(step);

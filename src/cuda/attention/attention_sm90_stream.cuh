@@ -70,23 +70,36 @@ DEVICE bool wants_next(const Tiles& tiles, int tile) {
   return tile == max(tiles.first, tiles.end - kTilesAhead);
 }
 
+// Finds a crew's first item in front of griddep_wait(), if no kernel in front may be writing lists; false: find_items() has to.
+template <class Shared>
+DEVICE bool find_first_item(const AttentionParams& p, int crew, Shared& shared) {
+  const int first = first_task(crew);
+  if (!p.lists_are_there || first >= num_tasks(p)) return false;
+  publish_item(shared, 0, true, item_of(p, first));
+  return true;
+}
+
 // Finds a crew's items, with a warp of its own, each when it is wanted. They go to the ring shared.item, behind the last one an item of
-// kNoItem rows; `load` brings the queries of each.
+// kNoItem rows; `load` brings the queries of each. `found`: what find_first_item() said.
 template <class Shared, class Load>
-DEVICE void find_items(const AttentionParams& p, int crew, Shared& shared, const Load& load) {
+DEVICE void find_items(const AttentionParams& p, int crew, Shared& shared, const Load& load, bool found = false) {
   const int crews = kCrews * int(gridDim.x), first = first_task(crew);
-  prefetch_item(p, first);  // while the number of tasks is on its way
+  if (!found) prefetch_item(p, first);  // while the number of tasks is on its way
   const int tasks = num_tasks(p);
   const auto next_number = [&] { return shuffle(lane_id() == 0 ? take_number(p, crews, tasks) : 0, 0); };
   Ring<Shared::kItemSlots> slot;
   Ring<1> wanted;
   for (int number = first < tasks ? first : next_number();; slot.next(), wanted.next()) {
-    mbarrier_wait(shared_address(&shared.item_empty[slot.at]), slot.parity ^ 1);
-    const bool exists = number < tasks;
     Item item;
-    if (exists) item = item_of(p, number);
-    publish_item(shared, slot.at, exists, item);
-    if (!exists) break;
+    if (found) {
+      item = shared.item[slot.at], found = false;
+    } else {
+      mbarrier_wait(shared_address(&shared.item_empty[slot.at]), slot.parity ^ 1);
+      const bool exists = number < tasks;
+      if (exists) item = item_of(p, number);
+      publish_item(shared, slot.at, exists, item);
+      if (!exists) break;
+    }
     load(item);
     mbarrier_wait(shared_address(&shared.item_wanted), wanted.parity);
     number = next_number();
