@@ -189,6 +189,8 @@ class Backend(AttentionBackend):
         if mode.is_idle():
             self.forward_metadata = None
             return
+        if getattr(batch, "multi_item_delimiter_indices", None) is not None:
+            raise NotImplementedError("imbrex: expected requests without items, got multi_item_delimiter_indices (multi-item scoring)")
         num_reqs, drafted = batch.batch_size, mode.is_target_verify() or mode.is_draft_extend_v2()
         query_lens, ahead = self._query_lens(batch, num_reqs)
         host = self._host_lens(batch, num_reqs, query_lens)

@@ -51,6 +51,15 @@ def test_layers_that_are_refused(sglang, name, value, message):
         first_step(runner)
 
 
+def test_requests_of_several_items_are_refused(sglang):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    runner = Runner("cpu", PLAIN)
+    batch = runner.batch(ForwardMode.EXTEND, [(runner.request("a", 5), 5)], multi_item_delimiter_indices=[torch.tensor([3])])
+    with pytest.raises(NotImplementedError, match="multi-item scoring"):
+        runner.attn_backend.init_forward_metadata(batch)
+
+
 def test_calls_that_are_refused(sglang):
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 

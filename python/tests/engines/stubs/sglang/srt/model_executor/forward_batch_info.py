@@ -66,4 +66,5 @@ class ForwardBatch:
     extend_seq_lens_cpu: Optional[List[int]] = None
     max_seq_len_host: Optional[int] = None
     mha_return_lse: bool = False
+    multi_item_delimiter_indices: Optional[List[torch.Tensor]] = None
     _attn_output: Optional[torch.Tensor] = None
