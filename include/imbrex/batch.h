@@ -1,6 +1,7 @@
 #pragma once
 // One scheduler step, as every backend sees it (vLLM: CommonAttentionMetadata; SGLang: ForwardBatch; FlashInfer: indptr arrays).
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "imbrex/expression.h"
@@ -38,7 +39,10 @@ struct Batch {
 
   // For layers that keep a state of each request (short_conv.h): [num_reqs] each, on the host.
   std::span<const int32_t> state_slots;  // the slot of the request's state; not read for a request without tokens
-  std::span<const int32_t> num_drafts;   // how many of the step's last tokens the next step may take back; empty: none
+  // The slot that says that a request with tokens is padding, which any number of requests may have (vLLM: PAD_SLOT_ID -1, or NULL_BLOCK_ID
+  // 0): no state of it is read or written, its tokens' outputs are zeros, and nothing else in its lists is looked at. None: no request is
+  std::optional<int32_t> pad_slot;
+  std::span<const int32_t> num_drafts;  // how many of the step's last tokens the next step may take back; empty: none
   // The last draft of the request's step before that was kept, counted from 1: in a chain that is how many were. 0, or empty: none
   std::span<const int32_t> accepted_drafts;
   // The slot that a request's state is read from, where it is not state_slots, which alone is written: a state that is kept for others,
@@ -74,6 +78,7 @@ struct DeviceBatch {
   TensorView positions;  // i32 [>= max_num_tokens], contiguous, as in Batch. One that is out of range counts as the nearest that is not
   TensorView state_slots, num_drafts, accepted_drafts;  // i32 [num_reqs], contiguous; the last two may be empty, as in Batch
   TensorView source_slots, draft_parents;  // i32 [num_reqs] and [>= max_num_tokens], contiguous; both may be empty, as in Batch
+  std::optional<int32_t> pad_slot;         // as in Batch
   TensorView packed_mask;  // u8, in place of custom_mask: each request's bytes follow those of the one in front. It may be longer, too
   int max_num_tokens = 0;  // a bound of query_start_loc.back(), known to the host; 0: PlanLimits::max_num_tokens. The tensors of
                            // write_kv() and run(), and slot_mapping, have this many tokens

@@ -11,17 +11,15 @@
  *   Structs   begin with their size as the caller knows it: imbrex_X_init(&x, sizeof x) sets it, and every field to what it means when
  *             nobody asks for anything else. Later versions add fields at the end, and take those of earlier ones.
  *   Tensors   have the layout of DLPack's DLTensor. Include dlpack.h before this file and they are the same type.
- *   Streams   are CUstream (cudaStream_t) on an NVIDIA GPU; NULL is the default stream there, and what CPUs take.
- *             On a device of a plug-in they are what its stream_create gave out.
+ *   Streams   are CUstream (cudaStream_t) on an NVIDIA GPU, where NULL is the default one, what stream_create gave out on a device of a
+ *             plug-in, and NULL on CPUs.
  */
 #ifndef IMBREX_H
 #define IMBREX_H
 
 #include <stddef.h>
 #include <stdint.h>
-
 #define IMBREX_ABI_VERSION 1 /* grows when a caller of an earlier version would no longer work */
-
 #if defined(__GNUC__)
 #define IMBREX_API __attribute__((visibility("default")))
 #else
@@ -297,7 +295,8 @@ typedef struct {
   const int32_t *source_slots, *draft_parents; /* [num_reqs], NULL: state_slots; [num_tokens], NULL: chains (batch.h) */
   imbrex_named_tensors mask_tensors;           /* that the mask_mod reads, host, until the next update */
   const imbrex_tensor* packed_mask;            /* u8, in place of custom_mask: bits (batch.h); NULL where not used */
-  const int32_t* mask_indptr; /* [num_reqs + 1], host: bytes of packed_mask where requests begin; NULL: one after the other */
+  const int32_t* mask_indptr;     /* [num_reqs + 1], host: bytes of packed_mask where requests begin; NULL: one after the other */
+  int32_t has_pad_slot, pad_slot; /* 1: requests with tokens and this state slot are padding, whose outputs are zeros (batch.h) */
 } imbrex_batch;
 IMBREX_API void imbrex_batch_init(imbrex_batch*, size_t struct_size);
 
@@ -310,6 +309,7 @@ typedef struct {
   const imbrex_tensor *state_slots, *num_drafts, *accepted_drafts; /* i32 [num_reqs], as in imbrex_batch */
   const imbrex_tensor *positions, *source_slots, *draft_parents;   /* i32 [>= max_num_tokens], [num_reqs], [>= max_num_tokens] */
   const imbrex_tensor* packed_mask;                                /* u8: one request after the other */
+  int32_t has_pad_slot, pad_slot;
 } imbrex_device_batch;
 IMBREX_API void imbrex_device_batch_init(imbrex_device_batch*, size_t struct_size);
 

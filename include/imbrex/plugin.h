@@ -46,8 +46,8 @@ IMBREX_API imbrex_status imbrex_unregister_backend(const char* name);
 
 /* The same for short convolutions. Of a batch there are num_reqs, query_start_loc, seq_lens and state_slots, and num_drafts,
  * accepted_drafts, source_slots and draft_parents where the step has them; of a request without tokens those of requests say nothing. Steps
- * with source_slots are refused in the name of a backend that does not know tree_drafts. The name may be that of a backend of another
- * family. */
+ * with a pad_slot are refused in a backend's name, and those with source_slots where it does not know tree_drafts. The name may be that of
+ * a backend of another family. */
 typedef struct {
   size_t struct_size;
   const char *name, *description;

@@ -52,6 +52,7 @@ class StatePlan:
         accepted_drafts: Optional[Array] = None,
         source_slots: Optional[Array] = None,
         draft_parents: Optional[Array] = None,
+        pad_slot: Optional[int] = None,
         stream: Any = None,
     ) -> None:
         """One scheduler step: int32 on the host, query_start_loc [num_reqs + 1], the others [num_reqs].
@@ -60,9 +61,11 @@ class StatePlan:
         num_drafts of a request's tokens may be taken back by its next step, which then says which was the last that was kept, counted from 1: accepted_drafts.
         A request's state is read from source_slots, where they are given, and written to state_slots. With spec.tree_drafts, draft_parents [num_tokens] has of
         each draft the token that it follows, counted from 0 among the request's tokens of the step, -1 in front of them; of other tokens it is not read.
+        Requests with tokens whose entry of state_slots is pad_slot are padding, and any number may be: no state is read or written for them, and their tokens'
+        outputs are zeros.
         """
         arrays = map(exported, (query_start_loc, seq_lens, state_slots, num_drafts, accepted_drafts, source_slots, draft_parents))
-        self._plan.update(*arrays, stream=stream_address(stream, query_start_loc, self._gpu))
+        self._plan.update(*arrays, pad_slot=pad_slot, stream=stream_address(stream, query_start_loc, self._gpu))
 
     def update_on_device(
         self,
@@ -74,6 +77,7 @@ class StatePlan:
         accepted_drafts: Optional[Array] = None,
         source_slots: Optional[Array] = None,
         draft_parents: Optional[Array] = None,
+        pad_slot: Optional[int] = None,
         max_num_tokens: int = 0,
         stream: Any = None,
     ) -> None:
@@ -83,7 +87,7 @@ class StatePlan:
         """
         self._stream = stream_address(stream, query_start_loc)
         arrays = map(exported, (query_start_loc, seq_lens, state_slots, num_drafts, accepted_drafts, source_slots, draft_parents))
-        self._plan.update_on_device(*arrays, max_num_tokens=max_num_tokens, stream=self._stream)
+        self._plan.update_on_device(*arrays, pad_slot=pad_slot, max_num_tokens=max_num_tokens, stream=self._stream)
 
     def device_problems(self) -> List[_core.Reason]:
         """Why requests were left out by update_on_device() since the last call. Waits for that call's stream."""

@@ -31,6 +31,10 @@ class GivenBatch {
     for (const auto& [key, value] : arrays) {
       if (value.is_none()) continue;
       const auto name = nb::cast<std::string>(key);
+      if (name == "pad_slot") {
+        batch.pad_slot = nb::cast<int32_t>(value);
+        continue;
+      }
       held_.push_back(nb::cast<Array>(value));
       const Array& array = held_.back();
       if (const auto list = lists_.find(name); list != lists_.end()) {
@@ -56,6 +60,7 @@ class GivenBatch {
     }
     for (const auto& [name, member] : tensors_)
       if (!(of.*member).empty()) arrays[name.c_str()] = nb::cast(array_of(of.*member, owner));
+    if (of.pad_slot) arrays["pad_slot"] = *of.pad_slot;
     return arrays;
   }
 

@@ -57,7 +57,7 @@ nb::class_<StatePlanOf<Family>> bind_state_plan(nb::module_& m, const char* name
           "update",
           [](Bound& p, const Array& query_start_loc, const Array& seq_lens, const Array& state_slots, const OptionalArray& num_drafts,
              const OptionalArray& accepted_drafts, const OptionalArray& source_slots, const OptionalArray& draft_parents,
-             uintptr_t stream) {
+             std::optional<int32_t> pad_slot, uintptr_t stream) {
             Batch batch;
             batch.query_start_loc = host_numbers(query_start_loc, "query_start_loc");
             batch.seq_lens = host_numbers(seq_lens, "seq_lens");
@@ -66,17 +66,18 @@ nb::class_<StatePlanOf<Family>> bind_state_plan(nb::module_& m, const char* name
             if (accepted_drafts) batch.accepted_drafts = host_numbers(*accepted_drafts, "accepted_drafts");
             if (source_slots) batch.source_slots = host_numbers(*source_slots, "source_slots");
             if (draft_parents) batch.draft_parents = host_numbers(*draft_parents, "draft_parents");
+            batch.pad_slot = pad_slot;
             const nb::gil_scoped_release release;
             p.plan->update(batch, stream_of(stream));
           },
           nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("state_slots"), nb::arg("num_drafts") = nb::none(),
           nb::arg("accepted_drafts") = nb::none(), nb::arg("source_slots") = nb::none(), nb::arg("draft_parents") = nb::none(),
-          nb::arg("stream") = 0)
+          nb::arg("pad_slot") = nb::none(), nb::arg("stream") = 0)
       .def(
           "update_on_device",
           [](Bound& p, const Array& query_start_loc, const Array& seq_lens, const Array& state_slots, const OptionalArray& num_drafts,
              const OptionalArray& accepted_drafts, const OptionalArray& source_slots, const OptionalArray& draft_parents,
-             int max_num_tokens, uintptr_t stream) {
+             std::optional<int32_t> pad_slot, int max_num_tokens, uintptr_t stream) {
             DeviceBatch batch;
             batch.query_start_loc = view_of(query_start_loc, "query_start_loc", DType::i32);
             batch.seq_lens = view_of(seq_lens, "seq_lens", DType::i32);
@@ -85,13 +86,14 @@ nb::class_<StatePlanOf<Family>> bind_state_plan(nb::module_& m, const char* name
             batch.accepted_drafts = view_of(accepted_drafts, "accepted_drafts", DType::i32);
             batch.source_slots = view_of(source_slots, "source_slots", DType::i32);
             batch.draft_parents = view_of(draft_parents, "draft_parents", DType::i32);
+            batch.pad_slot = pad_slot;
             batch.max_num_tokens = max_num_tokens;
             const nb::gil_scoped_release release;
             p.plan->update_on_device(batch, stream_of(stream));
           },
           nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("state_slots"), nb::arg("num_drafts") = nb::none(),
           nb::arg("accepted_drafts") = nb::none(), nb::arg("source_slots") = nb::none(), nb::arg("draft_parents") = nb::none(),
-          nb::arg("max_num_tokens") = 0, nb::arg("stream") = 0)
+          nb::arg("pad_slot") = nb::none(), nb::arg("max_num_tokens") = 0, nb::arg("stream") = 0)
       .def(
           "device_problems",
           [](Bound& p, uintptr_t stream) {

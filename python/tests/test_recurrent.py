@@ -222,6 +222,24 @@ def test_trees_of_drafts_and_sources():
     assert error.value.code == "batch.draft_parents.range"
 
 
+def test_padding():
+    rng = np.random.default_rng(8)
+    spec = gdn()
+    plan = imbrex.RecurrentPlan(spec)
+    parameters = {"rates": rng.standard_normal(4, np.float32), "gate_bias": rng.standard_normal(4, np.float32)}
+    t = tensors(rng, 5)
+    state = rng.standard_normal((2, *spec.state_shape)).astype(np.float32)
+    before = state.copy()
+    plan.update(int32(0, 1, 3, 5), int32(7, 2, 9), int32(-1, 1, -1), pad_slot=-1)
+    out = plan.run(t["q"], t["k"], t["v"], state, gate=t["gate"], beta=t["beta"], **parameters)
+    expected, _ = gated_delta_net({**{name: t[name][1:3] for name in PER_TOKEN}, **parameters})
+    np.testing.assert_allclose(out[1:3], expected, rtol=1e-4, atol=1e-5)
+    assert not out[[0, 3, 4]].any() and np.array_equal(state[0], before[0]) and not np.array_equal(state[1], before[1])
+    with pytest.raises(imbrex.Error) as error:
+        plan.update(int32(0, 1, 3, 5), int32(7, 2, 9), int32(-1, 1, -1))
+    assert error.value.code == "batch.state.slot"
+
+
 def test_what_is_refused():
     def code(call):
         with pytest.raises(imbrex.Error) as error:

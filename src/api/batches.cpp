@@ -32,7 +32,9 @@ struct imbrex_derived_batch {
              .source_slots = list(b.source_slots),
              .draft_parents = list(b.draft_parents),
              .packed_mask = packed_mask.get(),
-             .mask_indptr = list(b.mask_indptr)};
+             .mask_indptr = list(b.mask_indptr),
+             .has_pad_slot = b.pad_slot.has_value(),
+             .pad_slot = b.pad_slot.value_or(0)};
   }
   DerivedBatch derived;
   CTensor block_table, kv_indptr, kv_indices, kv_last_page_len, kv_start_loc, slot_mapping, custom_mask, packed_mask;

@@ -15,6 +15,7 @@ class OutsideStatePlan : public OutsidePlan<OfFamily> {
 
   void update(const Batch& batch, Stream stream) override {
     read_batch(StateDrafts(this->spec_), this->limits_, batch, this->validate_, spare_);
+    check(!batch.pad_slot, "backend.pad_slot", "expected no pad_slot for {}, whose batches have none", this->functions_->name_text);
     using Fields = decltype(fields_of(this->spec_));
     // Both came with one version, before which a backend would read the slots that it writes.
     check(batch.source_slots.empty() || this->functions_->spec_size > offsetof(Fields, tree_drafts), "backend.source_slots",

@@ -265,6 +265,7 @@ void take_tables(const Given& b, To& batch) {
   batch.slot_mapping = view_of(b.slot_mapping, "slot_mapping");
   batch.custom_mask = view_of(b.custom_mask, "custom_mask");
   batch.packed_mask = view_of(b.packed_mask, "packed_mask");
+  if (flag_of(b.has_pad_slot, "has_pad_slot")) batch.pad_slot = b.pad_slot;
 }
 
 }  // namespace

@@ -325,7 +325,7 @@ class Part {
   }
 
   void take_states() {
-    part_.state_slots = requests_of(whole_.state_slots);
+    part_.state_slots = requests_of(whole_.state_slots), part_.pad_slot = whole_.pad_slot;
     List drafts(requests_of(whole_.num_drafts), memory_->num_drafts),
         accepted(requests_of(whole_.accepted_drafts), memory_->accepted_drafts),
         sources(requests_of(whole_.source_slots), memory_->source_slots);
@@ -340,6 +340,7 @@ class Part {
       const int skipped = k.begin - begin_of(r), dropped = end_of(r) - k.end, q_len = end_of(r) - begin_of(r);
       if (k.count == 0 || k.count == q_len) continue;
       const size_t i = size_t(r - first_);
+      if (whole_.pad_slot && !part_.state_slots.empty() && part_.state_slots[i] == *whole_.pad_slot) continue;
       check(!all_are_drafts || is_chain(whole_, r), "batch.part.drafts",
             "expected all {} tokens of request {}, which are a tree, or none, got {}", q_len, r, k.count);
       const int last_drafts = drafts.view().empty() ? 0 : drafts[i];

@@ -14,6 +14,8 @@ int num_tokens(const StateCaseRequests& requests) {
   return count;
 }
 
+bool has_padding(const StateCaseRequests& requests) { return std::ranges::any_of(requests, &StateCaseRequest::is_padding); }
+
 StateCaseRequests tree_requests() {
   const auto tree = [](int q_len, int context_len, int accepted, const std::vector<int>& parents) {
     return StateCaseRequest{
@@ -29,6 +31,14 @@ StateCaseRequests tree_requests() {
           {.q_len = 0, .context_len = 12, .accepted = 1},
           tree(24, 1, 0, {19, 19, 21, 20}),
           tree(5, 70, 0, {0, 1, 2, 3})};
+}
+
+StateCaseRequests padded_requests() {
+  const auto padding = [](int q_len, int context_len) {
+    return StateCaseRequest{.q_len = q_len, .context_len = context_len, .is_padding = true};
+  };
+  return {padding(1, 7),  {.q_len = 1, .context_len = 12},  {.q_len = 70}, padding(1, 0), padding(3, 20), {.q_len = 5, .context_len = 66},
+          padding(80, 3), {.q_len = 140, .context_len = 9}, padding(1, 1), {.q_len = 0},  {.q_len = 1},   padding(2, 0)};
 }
 
 int StateCaseRequest::parent_of(int token) const {
@@ -56,18 +66,20 @@ StateBatchLists::StateBatchLists(const StateCaseRequests& requests, const StateP
   bool has_sources = false, has_parents = false;
   for (size_t r = 0; r < parts.size(); ++r) {
     const StatePart& p = parts[r];
-    const bool has_tokens = p.end > p.begin, has_past = requests[r].context_len + p.begin > 0;
+    const bool pads = requests[r].is_padding, has_tokens = p.end > p.begin && !pads, has_past = requests[r].context_len + p.begin > 0;
+    constexpr int32_t kPadSlot = -1;
+    if (pads) pad_slot = kPadSlot;
     query_start_loc.push_back(query_start_loc.back() + p.end - p.begin);
     seq_lens.push_back(requests[r].context_len + p.end);
-    slots.push_back(has_tokens ? of_requests.written[r] : poison_index(poison));
+    slots.push_back(has_tokens ? of_requests.written[r] : pads ? kPadSlot : poison_index(poison));
     sources.push_back(has_tokens && has_past ? of_requests.read[r] : poison_index(poison));
     has_sources = has_sources || of_requests.read[r] != of_requests.written[r];
-    drafts.push_back(p.drafts);
-    accepted.push_back(p.accepted);
+    drafts.push_back(pads ? poison_index(poison) : p.drafts);
+    accepted.push_back(pads ? poison_index(poison) : p.accepted);
     has_parents = has_parents || !p.parents.empty();
     const int certain = p.end - p.begin - p.drafts;
     for (int t = 0; t < p.end - p.begin; ++t)
-      parents.push_back(t < certain ? poison_index(poison) : p.parents.empty() ? t - 1 : p.parents[size_t(t - certain)]);
+      parents.push_back(t < certain || pads ? poison_index(poison) : p.parents.empty() ? t - 1 : p.parents[size_t(t - certain)]);
   }
   if (!has_sources) sources.clear();
   if (!has_parents) parents.clear();
@@ -77,7 +89,7 @@ Batch StateBatchLists::batch(bool with_drafts) const {
   Batch batch;
   batch.query_start_loc = query_start_loc;
   batch.seq_lens = seq_lens;
-  batch.state_slots = slots, batch.source_slots = sources;
+  batch.state_slots = slots, batch.source_slots = sources, batch.pad_slot = pad_slot;
   if (with_drafts) batch.num_drafts = drafts, batch.accepted_drafts = accepted, batch.draft_parents = parents;
   return batch;
 }
@@ -88,7 +100,7 @@ DeviceBatch StateBatchLists::device_batch(bool with_drafts) {
   };
   DeviceBatch batch;
   batch.query_start_loc = view(query_start_loc), batch.seq_lens = view(seq_lens), batch.state_slots = view(slots);
-  batch.source_slots = view(sources);
+  batch.source_slots = view(sources), batch.pad_slot = pad_slot;
   if (with_drafts) batch.num_drafts = view(drafts), batch.accepted_drafts = view(accepted), batch.draft_parents = view(parents);
   batch.max_num_tokens = std::max(query_start_loc.back(), 1);  // 0 would be: as many as the limits allow
   return batch;

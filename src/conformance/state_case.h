@@ -1,6 +1,7 @@
 #pragma once
 // Requests of cases of layers that keep a state of each request in a slot, and the steps that a server would compute them in.
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -17,16 +18,21 @@ struct StateCaseRequest {
   int id = 0;           // seeds the contents: the same id and position give the same numbers in any batch
   // Of each draft the token that it follows, as in Batch::draft_parents. Empty: the one in front of it.
   std::vector<int> parents = {};
+  bool is_padding = false;         // its slot is the batch's pad_slot: outputs are zeros, and there is no state
   int parent_of(int token) const;  // of a token of the step
+  bool writes_state() const { return q_len > 0 && !is_padding; }
 };
 using StateCaseRequests = std::vector<StateCaseRequest>;
 
 int num_tokens(const StateCaseRequests&);
+bool has_padding(const StateCaseRequests&);
 
 // Requests whose drafts are trees, of a layer with kTreeDrafts: with several roots, with siblings that are deep and shallow, from certain
 // tokens and from none, new and not; with chains among them.
 constexpr int kTreeDrafts = 6;
 StateCaseRequests tree_requests();
+// Requests in front of, between and behind padding, of one token and of as many as a prompt has.
+StateCaseRequests padded_requests();
 
 // Tokens [begin, end) of a request, counted from its first one in the case, as a step has them.
 struct StatePart {
@@ -49,8 +55,9 @@ struct StateBatchLists {
   std::vector<int32_t> query_start_loc{0}, seq_lens, slots, drafts, accepted;
   std::vector<int32_t> sources;  // empty where all requests read the slots that they write
   std::vector<int32_t> parents;  // empty where all drafts follow those in front of them
+  std::optional<int32_t> pad_slot;
 
-  // Slots of requests without tokens are not to be looked at, nor are those that new requests would read.
+  // Slots of requests without tokens are not to be looked at, nor are those that new requests would read, nor anything else of padding.
   StateBatchLists(const StateCaseRequests&, const StateParts&, const StateSlots&, Poison);
   // with_drafts: whether the layer may have some.
   Batch batch(bool with_drafts) const;

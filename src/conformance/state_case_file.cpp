@@ -36,6 +36,7 @@ StateCaseRequests take_state_requests(CaseTensors& tensors, const StateDrafts& o
   const bool has_parents = of_layer.tree && tensors.has("draft_parents");
   const std::vector<int> q_lens = query_lens(starts);
   const HostTensor parents = tensors.take_if(has_parents, "draft_parents", DType::i32, {int64_t(starts.get(count))});
+  const HostTensor padding = tensors.take_if(tensors.has("is_padding"), "is_padding", DType::i32, {count});
   StateCaseRequests requests;
   for (const int q_len : q_lens) {
     const int r = int(requests.size()), seq_len = int(lens.get(r));
@@ -46,7 +47,8 @@ StateCaseRequests take_state_requests(CaseTensors& tensors, const StateDrafts& o
                         .context_len = seq_len - q_len,
                         .drafts = drafts.empty() ? 0 : int(drafts.get(r)),
                         .accepted = accepted.empty() ? 0 : int(accepted.get(r)),
-                        .id = r});
+                        .id = r,
+                        .is_padding = !padding.empty() && padding.get(r) != 0});
     StateCaseRequest& request = requests.back();
     for (int t = q_len - std::clamp(request.drafts, 0, q_len); has_parents && t < q_len; ++t)
       request.parents.push_back(int(parents.get(int64_t(starts.get(r)) + t)));
@@ -68,6 +70,10 @@ void add_state_requests(Safetensors& file, const StateCaseRequests& requests, co
   file.tensors["seq_lens"] = tensor_of(lens);
   if (of_layer.most > 0) file.tensors["num_drafts"] = tensor_of(drafts), file.tensors["accepted_drafts"] = tensor_of(accepted);
   if (of_layer.tree) file.tensors["draft_parents"] = tensor_of(parents);
+  if (!has_padding(requests)) return;
+  std::vector<int32_t> padding;
+  for (const StateCaseRequest& r : requests) padding.push_back(r.is_padding);
+  file.tensors["is_padding"] = tensor_of(padding);
 }
 
 bool have_no_drafts(const StateCaseRequests& requests) {

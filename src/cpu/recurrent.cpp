@@ -180,8 +180,10 @@ class RecurrentCpuPlan final : public RecurrentPlan {
   }
 
   void run(const RecurrentInputs& in, const RecurrentOutputs& out, Stream) const override {
-    if (now_.requests.empty()) return;
+    if (now_.requests.empty() && now_.padding.empty()) return;
     check_run(spec_, {}, in, out, now_.num_tokens, now_.num_slots);
+    zero_padding(now_, out.out);
+    if (now_.requests.empty()) return;
     RecurrentParams params = params_of(spec_, in, out);
     const bool narrow = is_narrow(spec_);
     // Of states that are computed where they lie nothing has to stay in a cache: then gates are computed once for a head.

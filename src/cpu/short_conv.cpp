@@ -48,8 +48,10 @@ class ShortConvCpuPlan final : public ShortConvPlan {
   }
 
   void run(const ShortConvInputs& in, const ShortConvOutputs& out, Stream) const override {
-    if (now_.items.empty()) return;
+    if (now_.items.empty() && now_.step.padding.empty()) return;
     check_run(spec_, {}, in, out, now_.step.num_tokens, now_.step.num_slots);
+    zero_padding(now_.step, out.out);
+    if (now_.items.empty()) return;
     const int64_t out_stride = byte_stride(out.out, 0);
     const bool whole_lines = reinterpret_cast<uintptr_t>(out.out.data) % kLineBytes == 0 && out_stride % kLineBytes == 0;
     const ShortConvParams params{

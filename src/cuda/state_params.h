@@ -4,10 +4,12 @@
 
 namespace imbrex::cuda {
 
+constexpr int kLeftOut = -1, kIsPadding = -2;  // of StateRequest::slot
+
 // A request of the step, in device memory: its tokens are [begin, begin of the next). One that is not there has none.
 struct StateRequest {
   int begin;
-  int slot;         // that is written; negative: the request is left out
+  int slot;         // that is written; negative: the request is left out, and if it is padding, its tokens' outputs are zeros
   int source;       // the slot that is read
   short first_row;  // of the source, that the state before the step begins at; negative: nothing has gone by
   short drafts;     // how many of the last tokens may be taken back: what the state's rows are then, a family says
@@ -44,10 +46,22 @@ struct PlanStateBatchParams {
   const int* sources;                    // [num_reqs]; null: the slots
   const int* parents;                    // [max_tokens], of trees of drafts; null: each follows the one in front of it
   int num_reqs, max_tokens, min_query_len, max_query_len, max_seq_len, max_drafts;
+  bool has_pad_slot;
+  int pad_slot;
   StateRequest* requests;
   int* parent_rows;  // [max_tokens], of layers with trees of drafts: the row that a draft begins from; null: no such layer
   StateCounts* counts;
   int* broken;  // [kNumStateRules]: the last request that broke the rule, plus 1; grows until the host clears it
+};
+
+constexpr int kZeroPaddingThreads = 128;
+
+struct ZeroPaddingParams {
+  const StateRequest* requests;
+  const StateCounts* counts;
+  char* out;                      // [tokens, rows of a token], numbers of 2 or 4 bytes
+  long token_stride, row_stride;  // bytes
+  int rows_of_token, row_bytes;
 };
 
 }  // namespace imbrex::cuda

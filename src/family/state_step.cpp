@@ -2,6 +2,7 @@
 #include "family/state_step.h"
 
 #include <algorithm>
+#include <cstring>
 #include <span>
 
 #include "core/check.h"
@@ -9,6 +10,9 @@
 
 namespace imbrex {
 namespace {
+
+// A request that has tokens, and a state.
+bool has_state(const Batch& batch, int r) { return batch.query_len(r) > 0 && batch.state_slots[r] != batch.pad_slot; }
 
 int drafts_of(const Batch& batch, int r) { return batch.num_drafts.empty() ? 0 : batch.num_drafts[r]; }
 
@@ -34,14 +38,14 @@ void check_request(const StateDrafts& of_layer, const Batch& batch, int r) {
 void check_slots(const Batch& batch) {
   std::vector<int32_t> slots;
   for (int r = 0; r < batch.num_reqs(); ++r)
-    if (batch.query_len(r) > 0) slots.push_back(batch.state_slots[r]);
+    if (has_state(batch, r)) slots.push_back(batch.state_slots[r]);
   std::sort(slots.begin(), slots.end());
   const auto twice = std::adjacent_find(slots.begin(), slots.end());
   check(twice == slots.end(), "batch.state.shared", "expected a slot of its own for each request, slot {} has two",
         twice == slots.end() ? 0 : *twice);
   for (int r = 0; !batch.source_slots.empty() && r < batch.num_reqs(); ++r) {
     const int source = batch.source_slots[r];
-    if (batch.query_len(r) == 0 || batch.context_len(r) == 0 || source == batch.state_slots[r]) continue;
+    if (!has_state(batch, r) || batch.context_len(r) == 0 || source == batch.state_slots[r]) continue;
     check(source >= 0, "batch.state.source", "expected a slot of 0 or more that request {} reads, got {}", r, source);
     check(!std::binary_search(slots.begin(), slots.end(), source), "batch.state.source",
           "expected a slot that no other request writes, request {} reads slot {}, which one does", r, source);
@@ -63,7 +67,7 @@ void check_states(const StateDrafts& drafts, const Batch& batch) {
   check(batch.draft_parents.empty() || batch.draft_parents.size() >= size_t(batch.num_tokens()), "batch.draft_parents.size",
         "expected {} entries, got {}", batch.num_tokens(), batch.draft_parents.size());
   for (int r = 0; r < int(num_reqs); ++r)
-    if (batch.query_len(r) > 0) check_request(drafts, batch, r);
+    if (has_state(batch, r)) check_request(drafts, batch, r);
   check_slots(batch);
 }
 
@@ -75,13 +79,19 @@ void read_batch(const StateDrafts& drafts, const PlanLimits& limits, const Batch
     check_states(drafts, batch);
   }
   step.requests.clear();
+  step.padding.clear();
   step.parent_rows.clear();
   step.num_tokens = batch.num_tokens();
   step.num_slots = 0;
   if (drafts.tree && !batch.draft_parents.empty()) step.parent_rows.resize(size_t(step.num_tokens));
   for (int r = 0; r < batch.num_reqs(); ++r) {
-    const int begin = batch.query_start_loc[r], q_len = batch.query_len(r), slot = q_len > 0 ? batch.state_slots[r] : 0;
+    const int begin = batch.query_start_loc[r], q_len = batch.query_len(r);
     if (q_len == 0) continue;
+    if (!has_state(batch, r)) {
+      step.padding.push_back({begin, begin + q_len});
+      continue;
+    }
+    const int slot = batch.state_slots[r];
     const bool fresh = batch.context_len(r) == 0;
     step.requests.push_back({.begin = begin,
                              .end = begin + q_len,
@@ -96,6 +106,14 @@ void read_batch(const StateDrafts& drafts, const PlanLimits& limits, const Batch
     for (int t = certain; !step.parent_rows.empty() && t < q_len; ++t)
       step.parent_rows[size_t(begin) + size_t(t)] = batch.draft_parents[begin + t] + 1 - certain;
   }
+}
+
+void zero_padding(const StateStep& step, const TensorView& out) {
+  const int64_t size = size_of(out.dtype), heads = out.rank == 3 ? out.size(1) : 1, head_stride = out.rank == 3 ? out.stride(1) : 0;
+  for (const StatePadding& range : step.padding)
+    for (int64_t token = range.begin; token < range.end; ++token)
+      for (int64_t head = 0; head < heads; ++head)
+        std::memset(out.as<char>() + (token * out.stride(0) + head * head_stride) * size, 0, size_t(out.size(out.rank - 1) * size));
 }
 
 }  // namespace imbrex

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "imbrex/batch.h"
+#include "imbrex/tensor.h"
 
 namespace imbrex {
 
@@ -18,8 +19,14 @@ struct StateRequest {
   int drafts;      // how many of the last tokens may be taken back: row 0 is to be of the state in front of these, row i behind the i-th
 };
 
+// The tokens of a request that is padding.
+struct StatePadding {
+  int begin, end;
+};
+
 struct StateStep {
   std::vector<StateRequest> requests;
+  std::vector<StatePadding> padding;  // in the order of the batch: outputs of these tokens are to be zeros
   // Of layers with trees of drafts: for each token of the batch that is a draft, the row that it begins from, in front of its own. Empty
   // where no draft begins elsewhere than from the one in front of it.
   std::vector<int> parent_rows;
@@ -38,5 +45,8 @@ struct StateDrafts {
 
 // Reads a batch into a step of a layer. Error batch.*; with `checked` false the batch is not checked.
 void read_batch(const StateDrafts&, const PlanLimits&, const Batch&, bool checked, StateStep&);
+
+// Writes zeros to the rows of a step's padding, in host memory: out [tokens, ..], of two or three dimensions.
+void zero_padding(const StateStep&, const TensorView& out);
 
 }  // namespace imbrex

@@ -19,6 +19,7 @@ namespace {
 // A step that can be made again: the host's lists, or views of the device's.
 struct KeptStep {
   std::vector<int32_t> starts, lens, slots, drafts, accepted, sources, parents;
+  std::optional<int32_t> pad_slot;
   std::optional<DeviceBatch> on_device;
   int num_tokens = 0;
   int64_t num_slots = 0;
@@ -28,13 +29,14 @@ struct KeptStep {
     copy(starts, b.query_start_loc), copy(lens, b.seq_lens), copy(slots, b.state_slots);
     copy(drafts, b.num_drafts), copy(accepted, b.accepted_drafts);
     copy(sources, b.source_slots), copy(parents, b.draft_parents);
+    pad_slot = b.pad_slot;
     on_device.reset();
   }
   void make(ShortConvPlan& plan, Stream stream) const {
     if (on_device) return plan.update_on_device(*on_device, stream);
     Batch b;
     b.query_start_loc = starts, b.seq_lens = lens, b.state_slots = slots, b.num_drafts = drafts, b.accepted_drafts = accepted;
-    b.source_slots = sources, b.draft_parents = parents;
+    b.source_slots = sources, b.draft_parents = parents, b.pad_slot = pad_slot;
     plan.update(b, stream);
   }
 };

@@ -40,8 +40,9 @@ class RecurrentReference final : public RecurrentPlan {
   }
 
   void run(const RecurrentInputs& in, const RecurrentOutputs& out, Stream) const override {
-    if (step_.requests.empty()) return;
+    if (step_.requests.empty() && step_.padding.empty()) return;
     check_run(spec_, {}, in, out, step_.num_tokens, step_.num_slots);
+    zero_padding(step_, out.out);
     for (const StateRequest& r : step_.requests) {
       Row y(size_t(r.end - r.begin) * size_t(spec_.num_v_heads) * size_t(spec_.head_dim_v));
       for (int head = 0; head < spec_.num_v_heads; ++head) run_head(r, head, in, y);

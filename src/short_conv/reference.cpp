@@ -22,8 +22,9 @@ class Reference final : public ShortConvPlan {
   }
 
   void run(const ShortConvInputs& in, const ShortConvOutputs& out, Stream) const override {
-    if (step_.requests.empty()) return;
+    if (step_.requests.empty() && step_.padding.empty()) return;
     check_run(spec_, {}, in, out, step_.num_tokens, step_.num_slots);
+    zero_padding(step_, out.out);
     for (const StateRequest& r : step_.requests)
       for (int d = 0; d < spec_.dim; ++d) run_channel(r, d, in, out);
   }

@@ -149,6 +149,7 @@ TEST_F(CApiParts, EveryFieldIsKept) {
   batch.kv_indptr = &indptr.view, batch.kv_indices = &indices.view, batch.kv_last_page_len = &last.view, batch.kv_start_loc = &rows.view;
   batch.custom_mask = &mask.view, batch.state_slots = batch.num_drafts = batch.accepted_drafts = batch.source_slots = list;
   batch.positions = batch.draft_parents = of_tokens.data();
+  batch.has_pad_slot = 1, batch.pad_slot = -7;
   imbrex_spec_fields fields = small_fields();
   fields.positions = 1;
   const SpecHandle with_positions = spec_of(fields);
@@ -170,6 +171,8 @@ TEST_F(CApiParts, EveryFieldIsKept) {
   for (const int32_t* of_requests : {all.state_slots, all.num_drafts, all.accepted_drafts, all.source_slots}) EXPECT_EQ(of_requests, list);
   EXPECT_EQ(all.positions, of_tokens.data());
   EXPECT_EQ(all.draft_parents, of_tokens.data());
+  EXPECT_EQ(all.has_pad_slot, 1);
+  EXPECT_EQ(all.pad_slot, -7);
 
   HostTensor<uint8_t> bits({50 + 4 + 3}, {1, 8, 1});
   const int32_t mask_indptr[3] = {0, 53, 57};

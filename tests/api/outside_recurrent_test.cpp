@@ -226,6 +226,8 @@ TEST_F(CApiFailingRecurrent, WhatABackendCannotKnowIsRefusedInItsName) {
     EXPECT_NO_THROW(chosen_plan->update(batch));
     batch.source_slots = sources;
     EXPECT_EQ(error_code([&] { chosen_plan->update(batch); }), "backend.source_slots");
+    batch.source_slots = {}, batch.pad_slot = -1;
+    EXPECT_EQ(error_code([&] { chosen_plan->update(batch); }), "backend.pad_slot");
   }
   const auto code = [&](auto&& change) {
     imbrex_recurrent_backend b = outside_lightning(state);

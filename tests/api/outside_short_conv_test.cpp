@@ -36,6 +36,7 @@ TEST(CApiOutsideShortConv, PluginMatchesTheReference) {
   int run = 0;
   for (size_t i = 0; i < short_conv_cases().size(); i += test::kAddressSanitizer ? 4 : 1) {
     const ShortConvCase& c = short_conv_cases()[i];
+    if (has_padding(c.requests)) continue;  // which backends from outside do not have
     const std::vector<Reason> reasons = backend->unsupported(c.spec, probe_cpu());
     EXPECT_EQ(reasons.size(), (c.spec.dtype == DType::f32 ? 0u : 1u) + (c.spec.tree_drafts ? 1u : 0u)) << c.name;
     if (!reasons.empty()) continue;
@@ -64,6 +65,7 @@ TEST(CApiOutsideShortConv, ADeviceOfAPluginMatchesTheReference) {
     int run = 0, captures = 0;
     for (size_t i = 0; i < short_conv_cases().size(); i += 7) {
       const ShortConvCase& c = short_conv_cases()[i];
+      if (has_padding(c.requests)) continue;
       const ShortConvCaseInputs inputs = make_inputs(c);
       const ShortConvExpected expected = expect(inputs);
       for (const bool in_graph : {false, true}) {

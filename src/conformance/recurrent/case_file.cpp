@@ -111,7 +111,7 @@ void clear_other_conv_rows(RecurrentCaseInputs& in, HostTensor& after) {
       const size_t at = (r * size_t(in.spec.conv_state_rows()) + size_t(row)) * row_bytes;
       const auto holds = [row](const ShortConvCaseInputs::Rows& rows) { return rows.begin <= row && row < rows.end; };
       if (!holds(conv.past_rows(r))) std::memset(in.conv_state.bytes.data() + at, 0, row_bytes);
-      if (in.requests[r].q_len == 0)
+      if (!in.requests[r].writes_state())
         std::memcpy(after.bytes.data() + at, in.conv_state.bytes.data() + at, row_bytes);
       else if (!holds(conv.written_rows(r)))
         std::memset(after.bytes.data() + at, 0, row_bytes);
@@ -201,10 +201,11 @@ RecurrentCaseFile parse_recurrent_case(const Safetensors& file) {
                    [](const StateCaseRequest& r, int row) { return r.context_len > 0 && row == r.accepted; });
   const auto row_numbers = size_t(in.row_numbers());
   clear_other_rows(in, row_numbers * sizeof(float), reinterpret_cast<char*>(c.state_out.data()),
-                   [](const StateCaseRequest& r, int row) { return r.q_len > 0 && row <= r.drafts; });
-  for (size_t r = 0; r < in.requests.size(); ++r) {  // without tokens a request keeps its state
+                   [](const StateCaseRequest& r, int row) { return r.writes_state() && row <= r.drafts; });
+  for (size_t r = 0; r < in.requests.size(); ++r) {  // a request that writes none keeps its state
     const size_t slot = row_numbers * size_t(spec.state_rows());
-    for (size_t i = 0; in.requests[r].q_len == 0 && i < slot; ++i) c.state_out[r * slot + i] = float(in.state.get(int64_t(r * slot + i)));
+    for (size_t i = 0; !in.requests[r].writes_state() && i < slot; ++i)
+      c.state_out[r * slot + i] = float(in.state.get(int64_t(r * slot + i)));
   }
   return c;
 }

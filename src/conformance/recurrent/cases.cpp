@@ -245,6 +245,27 @@ void add_grouped_prompts(RecurrentTable& table) {
   }
 }
 
+// Padding, of layers that have each kind of kernel, and all stages.
+void add_padded(RecurrentTable& table) {
+  for (const char* layer : {"gdn", "kda", "lightning", "mamba2", "mamba1"}) {
+    RecurrentSpec spec = recurrent_layer(layer);
+    spec.dtype = kRecurrentTypes[table.cases.size() % std::size(kRecurrentTypes)];
+    table.add(fmt::format("padding_{}", layer), spec, padded_requests());
+    if (layer == std::string_view("mamba1")) continue;
+    spec.head_dim_k = spec.head_dim_v = 128;
+    table.add(fmt::format("padding_{}_128", layer), spec, padded_requests());
+  }
+  RecurrentSpec drafts = recurrent_layer("gdn");
+  drafts.num_drafts = 3;
+  StateCaseRequests requests = padded_requests();
+  requests[5].drafts = 3, requests[5].accepted = 2;
+  table.add("padding_drafts", drafts, requests);
+  RecurrentSpec all = recurrent_layer("gdn");
+  all.conv = RecurrentConv::qkv, all.conv_width = 4, all.conv_silu = true;
+  all.out_gate = OutputGate::silu, all.out_norm = OutputNorm::after_gate;
+  table.add("padding_all_stages", all, padded_requests());
+}
+
 }  // namespace
 
 RecurrentSpec recurrent_layer(std::string_view name) {
@@ -286,6 +307,7 @@ std::span<const RecurrentCase> recurrent_cases() {
     add_recurrent_convolutions(table, std::span(&trees, 1));
     add_narrow_requests(table);
     add_grouped_prompts(table);
+    add_padded(table);
     return table.cases;
   }();
   return all;

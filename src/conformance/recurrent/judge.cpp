@@ -286,11 +286,11 @@ RecurrentExpected expect(const RecurrentCaseInputs& in, int chunk, bool products
   ConvolvedRows rows;
   if (in.has_conv()) rows = convolved_rows(in), expected.conv_state = expect(in.conv()).state;
   int64_t token = 0;
-  for (size_t r = 0; r < in.requests.size(); ++r) {
+  for (size_t r = 0; r < in.requests.size(); token += in.requests[r].q_len, ++r) {
+    if (in.requests[r].is_padding) continue;
     for (int head = 0; in.requests[r].q_len > 0 && head < in.spec.num_v_heads; ++head)
       ExactHead(in, in.has_conv() ? &rows : nullptr, r, head, token, products, expected).run(chunk);
     for (int64_t t = token; t < token + in.requests[r].q_len; ++t) finish_outputs(in, t, expected);
-    token += in.requests[r].q_len;
   }
   return expected;
 }

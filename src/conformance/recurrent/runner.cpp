@@ -102,7 +102,7 @@ class RecurrentRunner {
   // once, that is as it was.
   void poison_unread(const StateParts& parts) {
     for (size_t r = 0; r < parts.size(); ++r) {
-      const bool fresh = in_.requests[r].context_len + parts[r].begin == 0;
+      const bool fresh = in_.requests[r].is_padding || in_.requests[r].context_len + parts[r].begin == 0;
       for (int row = 0; parts[r].end > parts[r].begin && row < spec_.state_rows(); ++row)
         for (int head = 0; head < spec_.num_v_heads; ++head) {
           const int64_t at = row * int64_t(spec_.num_v_heads) + head;
@@ -181,7 +181,7 @@ class RecurrentRunner {
   // The rows that the step was to write go to the result; every other byte must be what it was.
   void take_states(const StateParts& parts, std::vector<char>& before) {
     for (size_t r = 0; r < parts.size(); ++r) {
-      if (parts[r].begin == parts[r].end) continue;
+      if (parts[r].begin == parts[r].end || in_.requests[r].is_padding) continue;
       const size_t row_bytes = head_bytes() * size_t(spec_.num_v_heads), slot_bytes = row_bytes * size_t(spec_.state_rows());
       std::memset(result_.state.bytes.data() + r * slot_bytes, 0, slot_bytes);
       for (int row = 0; row <= parts[r].drafts; ++row)
@@ -200,7 +200,7 @@ class RecurrentRunner {
 
   void take_conv_states(const StateParts& parts, std::vector<char>& before) {
     for (size_t r = 0; r < parts.size(); ++r) {
-      if (parts[r].begin == parts[r].end) continue;
+      if (parts[r].begin == parts[r].end || in_.requests[r].is_padding) continue;
       std::memset(conv_row(result_.conv_state, r, 0), 0, conv_row_bytes() * size_t(spec_.conv_state_rows()));
       for (int row = 0; row < spec_.conv_width - 1 + parts[r].drafts * rows_of_draft(); ++row) {
         const char* const written = conv_state_.at(slots_.written[r], row);

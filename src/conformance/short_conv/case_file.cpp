@@ -81,7 +81,7 @@ ShortConvCaseFile parse_short_conv_case(const Safetensors& file) {
   for (size_t r = 0; r < in.requests.size(); ++r) {
     char* const slot = c.state_out.bytes.data() + r * slot_bytes;
     const size_t written = size_t(in.written_rows(r).end) * row_bytes;
-    if (in.requests[r].q_len > 0) {
+    if (in.requests[r].writes_state()) {
       std::memset(slot + written, 0, slot_bytes - written);
     } else {
       std::memcpy(slot, in.state.bytes.data() + r * slot_bytes, slot_bytes);

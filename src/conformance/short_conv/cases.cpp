@@ -185,6 +185,18 @@ void add_many(ConvTable& table) {
   table.add("requests_without_tokens", table.next_spec(), {{0, 0}, {0, 5}, {0, 1}});
 }
 
+void add_padded(ConvTable& table) {
+  for (const ShortConvForm form : {ShortConvForm::gated, ShortConvForm::plain}) {
+    ShortConvSpec spec = table.next_spec();
+    spec.form = form;
+    table.add(fmt::format("padding_{}", to_string(form)), spec, padded_requests());
+    spec.num_drafts = 3;
+    ConvRequests requests = padded_requests();
+    requests[5].drafts = 3, requests[5].accepted = 2;
+    table.add(fmt::format("padding_{}_drafts", to_string(form)), spec, requests);
+  }
+}
+
 }  // namespace
 
 std::span<const ShortConvCase> short_conv_cases() {
@@ -199,6 +211,7 @@ std::span<const ShortConvCase> short_conv_cases() {
     const ConvSteps trees{"tree", tree_requests(), 0, kTreeDrafts, true};
     add_axes(table, std::span(&trees, 1));
     add_plain(table, std::span(&trees, 1));
+    add_padded(table);
     return table.cases;
   }();
   return all;

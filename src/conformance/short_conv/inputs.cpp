@@ -54,7 +54,7 @@ ShortConvCaseInputs::Rows ShortConvCaseInputs::past_rows(size_t request) const {
 
 ShortConvCaseInputs::Rows ShortConvCaseInputs::written_rows(size_t request) const {
   const ShortConvCaseRequest& r = requests[request];
-  return {0, r.q_len == 0 ? 0 : spec.width - 1 + r.drafts * (spec.tree_drafts ? spec.width - 1 : 1)};
+  return {0, !r.writes_state() ? 0 : spec.width - 1 + r.drafts * (spec.tree_drafts ? spec.width - 1 : 1)};
 }
 
 ShortConvCaseInputs make_inputs(const ShortConvCase& c) {

@@ -72,7 +72,7 @@ class ConvRunner {
   void poison_unread(const ShortConvParts& parts) {
     for (size_t r = 0; r < parts.size(); ++r) {
       if (parts[r].begin == parts[r].end) continue;
-      const bool fresh = in_.requests[r].context_len + parts[r].begin == 0;
+      const bool fresh = in_.requests[r].is_padding || in_.requests[r].context_len + parts[r].begin == 0;
       const int first = parts[r].accepted * rows_of_draft(), last = fresh ? first : first + spec_.width - 1;
       for (int row = 0; row < spec_.state_rows(); ++row) {
         if (row < first || row >= last) state_.poison_row(slots_.read[r], row, options_.poison);
@@ -115,7 +115,7 @@ class ConvRunner {
   // The rows that the step was to write go to the result; every other byte must be what it was.
   void take_states(const ShortConvParts& parts, std::vector<char>& before) {
     for (size_t r = 0; r < parts.size(); ++r) {
-      if (parts[r].begin == parts[r].end) continue;
+      if (parts[r].begin == parts[r].end || in_.requests[r].is_padding) continue;
       std::memset(state_row(result_.state, r, 0), 0, row_bytes() * size_t(spec_.state_rows()));
       for (int row = 0; row < spec_.width - 1 + parts[r].drafts * rows_of_draft(); ++row) {
         const char* const written = state_.at(slots_.written[r], row);

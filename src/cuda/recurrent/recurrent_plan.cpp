@@ -264,7 +264,7 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
   p.broken = lists_->broken();
   p.lists_are_there = lists_->are_there();
   const bool known = !captured && !lists_->on_device();
-  const int64_t requests = known ? int64_t(step.requests.size()) : options_.limits.max_num_reqs;
+  const int64_t requests = known ? lists_->num_requests() : options_.limits.max_num_reqs;
   bool has_tokens = true, has_chunks = false;  // tokens that do not come in chunks, and those that do
   if (rounds_ && has_aligned_rows(in, out)) {
     p.least_chunked = kLeastChunked;
@@ -274,7 +274,8 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
     has_chunks = !known || first != step.requests.end();
     // From the first of these requests to the last one.
     int64_t range = requests;
-    if (known && has_chunks) range = std::find_if(step.requests.rbegin(), step.requests.rend(), has_any).base() - first;
+    if (known && has_chunks && step.padding.empty())
+      range = std::find_if(step.requests.rbegin(), step.requests.rend(), has_any).base() - first;
     ChunkMaps maps;
     if (has_chunks && chunks_->maps && !encode_chunk_maps(maps, in, out)) {
       p.least_chunked = 0, has_chunks = false;
@@ -299,6 +300,7 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
     of_outputs.least_chunked = finishes ? p.least_chunked : 0;
     launch_outputs(of_outputs, aligned_outputs, known ? step.num_tokens : options_.limits.max_num_tokens, cu);
   }
+  lists_->zero_padding(out.out, cu);
   if (captured) lists_->captured(in.state.size(0));
 }
 

@@ -1,5 +1,5 @@
 // The list of requests of layers with a state, from lengths that lie on the device; launched by cuda/state/state_lists.cpp in front of
-// the layers of a step.
+// the layers of a step. And zeros for the outputs of requests that are padding, launched by it for each layer of a step that has some.
 //
 // A few hundred requests: bound by latency, so one thread block reads them all and writes 16 bytes for each. Each request claims the bit of
 // its slot in shared memory. Where it was set, a warp looks through all requests for those that have the same slot: slots share a bit only
@@ -36,6 +36,10 @@ DEVICE Lengths lengths_of(const PlanStateBatchParams& p, int r) {
           p.sources != nullptr && p.lengths[r] > p.starts[r + 1] - p.starts[r] ? p.sources[r] : p.slots[r]};
 }
 
+DEVICE bool is_padding(const PlanStateBatchParams& p, const Lengths& q) {
+  return p.has_pad_slot && q.slot == p.pad_slot && q.end > q.begin;
+}
+
 // The first rule that the request breaks; kNumStateRules: none.
 DEVICE int broken_rule(const PlanStateBatchParams& p, int r, const Lengths& q) {
   if (q.begin < 0 || q.end < q.begin || (r == 0 && q.begin != 0)) return kStateStartsRise;
@@ -44,7 +48,7 @@ DEVICE int broken_rule(const PlanStateBatchParams& p, int r, const Lengths& q) {
   if ((p.max_query_len > 0 && q_len > p.max_query_len) || (q_len > 0 && q_len < p.min_query_len)) return kStateQueryFits;
   if (q.seq_len < 0 || q.seq_len > p.max_seq_len) return kStateLengthFits;
   if (q.seq_len < q_len) return kStateQueriesAreKeys;
-  if (q_len == 0) return kNumStateRules;
+  if (q_len == 0 || is_padding(p, q)) return kNumStateRules;
   if (q.slot < 0) return kStateSlotIsOne;
   if (q.drafts < 0 || q.drafts > min(p.max_drafts, q_len)) return kStateDraftsFit;
   if (q.accepted < 0 || q.accepted > (q.seq_len == q_len ? 0 : p.max_drafts)) return kStateAcceptedFit;
@@ -55,9 +59,10 @@ DEVICE int broken_rule(const PlanStateBatchParams& p, int r, const Lengths& q) {
   return kNumStateRules;
 }
 
-// The slot that a request writes; negative: it has no tokens, or breaks a rule.
+// The slot that a request writes; negative: it has no tokens, breaks a rule, or is padding.
 DEVICE int used_slot(const PlanStateBatchParams& p, int r, const Lengths& q) {
-  return q.end > q.begin && broken_rule(p, r, q) == kNumStateRules ? q.slot : -1;
+  if (q.end <= q.begin || broken_rule(p, r, q) != kNumStateRules) return kLeftOut;
+  return is_padding(p, q) ? kIsPadding : q.slot;
 }
 
 // Returns whether another request has claimed the bit of this slot before.
@@ -69,7 +74,7 @@ DEVICE bool is_claimed(int slot) { return (reinterpret_cast<const u32*>(memory)[
 
 DEVICE void leave_out(const PlanStateBatchParams& p, int r, StateRule rule) {
   atomicMax(p.broken + rule, r + 1);
-  p.requests[r].slot = -1;
+  p.requests[r].slot = kLeftOut;
 }
 
 // Leaves out a request and all others that have its slot: which of them is meant nobody knows. And one that reads a slot which another
@@ -101,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(kPlanStateBatchThreads) plan_state_
     const int slot = used_slot(p, r, q);
     if (slot >= 0 && claim(slot)) found_claimed |= 1u << r / kPlanStateBatchThreads % 32;
     p.requests[r] = {q.begin, slot, q.source, short(q.seq_len == q.end - q.begin ? -1 : q.accepted), short(q.drafts)};
-    if (r + 1 == p.num_reqs) p.requests[r + 1] = {q.end, -1, -1, -1, 0};
+    if (r + 1 == p.num_reqs) p.requests[r + 1] = {q.end, kLeftOut, -1, -1, 0};
     for (int token = q.end - q.drafts; p.parent_rows != nullptr && slot >= 0 && token < q.end; ++token)
       p.parent_rows[token] = q.parent_of(p, token) + 1 - (q.end - q.begin - q.drafts);
   }
@@ -117,6 +122,26 @@ extern "C" __global__ void __launch_bounds__(kPlanStateBatchThreads) plan_state_
       if (const int r = first + lowest_bit(lanes); r < p.num_reqs) leave_out_sharers(p, r);
   }
   if (threadIdx.x == 0) *p.counts = {falls || p.num_reqs == 0 ? 0 : min(p.starts[p.num_reqs], p.max_tokens), p.num_reqs, 0, 0};
+}
+
+// Thread blocks take requests in turn, and their warps rows.
+extern "C" __global__ void __launch_bounds__(kZeroPaddingThreads) zero_padding(const __grid_constant__ ZeroPaddingParams p) {
+  griddep_launch();
+  griddep_wait();
+  const int num_tokens = p.counts->num_tokens, num_reqs = num_tokens > 0 ? p.counts->num_reqs : 0;
+  const bool aligned = (reinterpret_cast<u64>(p.out) | u64(p.token_stride) | u64(p.row_stride) | u64(p.row_bytes)) % 16 == 0;
+  for (int r = int(blockIdx.x); r < num_reqs; r += int(gridDim.x)) {
+    if (p.requests[r].slot != kIsPadding) continue;
+    const int begin = p.requests[r].begin, rows = (min(p.requests[r + 1].begin, num_tokens) - begin) * p.rows_of_token;
+    for (int row = warp_id(); row < rows; row += kZeroPaddingThreads / 32) {
+      char* const to = p.out + (begin + row / p.rows_of_token) * p.token_stride + row % p.rows_of_token * p.row_stride;
+      if (aligned) {
+        for (int i = lane_id() * 16; i < p.row_bytes; i += 32 * 16) *reinterpret_cast<uint4*>(to + i) = {0, 0, 0, 0};
+      } else {
+        for (int i = lane_id() * 2; i < p.row_bytes; i += 32 * 2) *reinterpret_cast<unsigned short*>(to + i) = 0;
+      }
+    }
+  }
 }
 
 }  // namespace imbrex::cuda

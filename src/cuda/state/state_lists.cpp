@@ -37,7 +37,7 @@ KernelKey plan_state_batch_key(std::string_view arch) { return {"plan_state_batc
 
 StateLists::StateLists(const ContextPtr& context, const DeviceInfo& device, const PlanOptions& options, std::string_view arch,
                        const StateDrafts& drafts)
-    : device_(device), options_(options), drafts_(drafts) {
+    : device_(device), options_(options), drafts_(drafts), arch_(arch), context_(context) {
   check(!options.on_device || !options.balanced, "backend.on_device",
         "expected on_device or balanced, got both: shares of the load are computed on the host");
   ArrayLayout layout;  // in this order, so that a step is one copy
@@ -55,20 +55,30 @@ StateLists::StateLists(const ContextPtr& context, const DeviceInfo& device, cons
 // Checks the slots of a step against the state of a captured graph, as run() does outside of graphs. The numbers of rows are not checked,
 // since the graph may not be replayed for this step.
 void StateLists::check_captured(const StateStep& step) const {
+  check(step.padding.empty() || !captured_without_padding_, "update.captured_padding",
+        "a captured graph has no launch for padding, since its step had no pad_slot; the batch has {} requests that are padding",
+        step.padding.size());
   check(step.num_slots <= captured_slots_, "update.captured_cache", "a captured graph has a state of {} slots, the batch has slot {}",
         captured_slots_, step.num_slots - 1);
 }
 
 // Into pinned memory, from where they are sent.
 void StateLists::put(const StateStep& step) {
-  const size_t count = step.requests.size();
   memory_->begin();
   *memory_->put(counts_, 1) = counts_of(step);
-  StateRequest* to = memory_->put(requests_, count + 1);
-  for (const imbrex::StateRequest& r : step.requests)
+  StateRequest* to = memory_->put(requests_, size_t(num_requests(step)) + 1);
+  const auto put_other = [&](int begin, int slot) { *to++ = {.begin = begin, .slot = slot, .source = -1, .first_row = -1, .drafts = 0}; };
+  auto padding = step.padding.begin();
+  const auto put_padding = [&](int end) {  // that is in front of a token
+    for (; padding != step.padding.end() && padding->begin < end; ++padding) put_other(padding->begin, kIsPadding);
+  };
+  for (const imbrex::StateRequest& r : step.requests) {
+    put_padding(r.begin);
     *to++ = {
         .begin = r.begin, .slot = r.slot, .source = r.source, .first_row = short(r.fresh ? -1 : r.first_row), .drafts = short(r.drafts)};
-  *to = {.begin = step.num_tokens, .slot = -1, .source = -1, .first_row = -1, .drafts = 0};
+  }
+  put_padding(step.num_tokens);
+  put_other(step.num_tokens, kLeftOut);
   if (!drafts_.tree) return;
   int* const rows = memory_->put(parent_rows_, size_t(step.num_tokens));
   for (const imbrex::StateRequest& r : step.requests)
@@ -79,13 +89,15 @@ void StateLists::put(const StateStep& step) {
 void StateLists::update(const Batch& batch, Stream stream) {
   read_batch(drafts_, options_.limits, batch, options_.validate, spare_.step);
   spare_.on_device = false;
+  spare_.has_pad_slot = batch.pad_slot.has_value();
   const CUstream cu = cu_stream(stream);
   check(!is_captured(cu), "update.captured", "expected a stream that captures nothing: update() is not part of a graph");
-  const size_t count = spare_.step.requests.size();
+  const auto count = size_t(num_requests(spare_.step));
   check(count < requests_.capacity, "update.limits", "expected at most {} requests with tokens, got {}", requests_.capacity - 1, count);
   check(spare_.step.num_tokens <= options_.limits.max_num_tokens, "update.limits", "expected at most {} tokens, got {}",
         options_.limits.max_num_tokens, spare_.step.num_tokens);
   check_captured(spare_.step);
+  if (spare_.has_pad_slot) load_padding();
   put(spare_.step);
   try {
     memory_->send(cu);
@@ -134,17 +146,46 @@ void StateLists::update_on_device(const DeviceBatch& batch, Stream stream) {
                                     .max_query_len = limits.max_query_len,
                                     .max_seq_len = limits.max_seq_len,
                                     .max_drafts = drafts_.most,
+                                    .has_pad_slot = batch.pad_slot.has_value(),
+                                    .pad_slot = batch.pad_slot.value_or(0),
                                     .requests = memory_->device(requests_),
                                     .parent_rows = parent_rows(),
                                     .counts = memory_->device(counts_),
                                     .broken = broken_->last_requests()};
+  if (params.has_pad_slot) load_padding();
   plan_kernel_.launch({.threads = kPlanStateBatchThreads}, cu_stream(stream), params);
   memory_->made_on_device();
   now_.step.requests.clear();
+  now_.step.padding.clear();
+  now_.has_pad_slot = params.has_pad_slot;
   now_.step.num_tokens = params.max_tokens;
   now_.step.num_slots = 0;
   now_.on_device = true;
   has_step_ = true;
+}
+
+void StateLists::load_padding() {
+  if (padding_module_ != nullptr) return;
+  const std::shared_ptr<const Module> module = Module::load(context_, plan_state_batch_key(arch_));
+  padding_kernel_ = module->kernel("zero_padding");
+  padding_module_ = module;
+}
+
+void StateLists::zero_padding(const TensorView& out, CUstream stream) const {
+  const bool known = !is_captured(stream) && !now_.on_device;
+  if (known ? now_.step.padding.empty() : !now_.has_pad_slot) return;
+  constexpr int64_t kBlocksTogether = 4;  // of a multiprocessor
+  const int64_t requests = known ? num_requests() : options_.limits.max_num_reqs, size = size_of(out.dtype);
+  const bool has_heads = out.rank == 3;
+  const ZeroPaddingParams params{.requests = this->requests(),
+                                 .counts = counts(),
+                                 .out = out.as<char>(),
+                                 .token_stride = out.stride(0) * size,
+                                 .row_stride = has_heads ? out.stride(1) * size : 0,
+                                 .rows_of_token = has_heads ? int(out.size(1)) : 1,
+                                 .row_bytes = int(out.size(out.rank - 1) * size)};
+  const int64_t grid = std::clamp<int64_t>(requests, 1, std::max(device_.num_workers, 1) * kBlocksTogether);
+  padding_kernel_.launch({.grid_x = unsigned(grid), .threads = kZeroPaddingThreads, .programmatic = device_.sm >= 90}, stream, params);
 }
 
 std::vector<Reason> StateLists::device_problems(Stream stream) {
@@ -158,7 +199,7 @@ void StateLists::check_has_step(std::string_view plan) const {
 
 std::string StateLists::str(std::string_view plan) const {
   if (now_.on_device) return fmt::format("{}: planned on the device, for at most {} tokens", plan, now_.step.num_tokens);
-  return fmt::format("{}: {} tokens of {} requests", plan, now_.step.num_tokens, now_.step.requests.size());
+  return fmt::format("{}: {} tokens of {} requests", plan, now_.step.num_tokens, num_requests());
 }
 
 }  // namespace imbrex::cuda

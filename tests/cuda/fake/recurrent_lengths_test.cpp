@@ -105,6 +105,80 @@ TEST_F(RecurrentPlans, TellOfWrongTrees) {
   }
 }
 
+// The host makes the list, or the device does: other requests have the bits that they have alone, outputs of padding are zeros, and lists
+// say nothing of it but its tokens.
+TEST_F(RecurrentCalls, PadWithRequestsOfOneSlot) {
+  if (!fake::has_texts()) GTEST_SKIP();
+  const SlotStep padded{.starts = {0, 1, 3, 3, 6, 6}, .lens = {9, 2, 7, 9, 4}, .slots = {5, 1, 5, 5, 5}};
+  for (const bool device : {false, true}) {
+    const auto p = plan(spec, {.limits = {.max_num_reqs = 5, .max_num_tokens = 50, .max_seq_len = 1000}, .on_device = device});
+    Batch on_host = padded.batch(spec);
+    DeviceBatch there{.query_start_loc = list(padded.starts),
+                      .seq_lens = list(padded.lens),
+                      .state_slots = list(padded.slots),
+                      .num_drafts = list({9, 0, 9, -9, 9}),
+                      .accepted_drafts = list({9, 0, 9, -9, 9}),
+                      .pad_slot = 5,
+                      .max_num_tokens = 6};
+    const std::vector<int32_t> wrong{9, 0, 9, -9, 9};
+    on_host.num_drafts = on_host.accepted_drafts = wrong, on_host.pad_slot = 5;
+    const auto update = [&] { device ? p->update_on_device(there) : p->update(on_host); };
+    begin();
+    update();
+    p->run(in, out);
+    EXPECT_TRUE(p->device_problems().empty());
+    const std::string all_states = states(), all_outputs = outputs();
+    EXPECT_EQ(all_outputs.substr(0, kRowBytes), std::string(kRowBytes, 0));
+    EXPECT_EQ(all_outputs.substr(3 * kRowBytes), std::string(3 * kRowBytes, 0));
+    EXPECT_EQ(all_states.substr(0, kSlotBytes), first_state.substr(0, kSlotBytes));
+    EXPECT_NE(all_states.substr(kSlotBytes), first_state.substr(kSlotBytes));
+    begin();
+    const SlotStep alone{.starts = {0, 0, 1, 3}, .lens = {0, 1, 2}, .slots = {-1, 0, 1}};
+    RecurrentInputs others = in;
+    p->update(alone.batch(spec));
+    p->run(others, out);
+    EXPECT_EQ(outputs().substr(kRowBytes, 2 * kRowBytes), all_outputs.substr(kRowBytes, 2 * kRowBytes));
+    EXPECT_EQ(states().substr(kSlotBytes), all_states.substr(kSlotBytes));
+
+    there.pad_slot.reset(), on_host.pad_slot.reset();
+    if (device) {
+      update();
+      EXPECT_FALSE(p->device_problems().empty());
+    } else {
+      EXPECT_EQ(error_code([&] { update(); }), "batch.state.num_drafts");
+    }
+  }
+}
+
+// A graph has a launch for padding where its step has a pad_slot, though none of its requests is padding; without one, later steps may
+// have none.
+TEST_F(RecurrentCalls, PadInGraphs) {
+  if (!fake::has_texts()) GTEST_SKIP();
+  const auto stream = open_stream(device);
+  const auto p = plan(spec, {.limits = limits});
+  const auto capture = [&] { return stream->capture([&] { p->run(in, out, stream->get()); }); };
+  batch.pad_slot = 1;
+  SlotStep none = step;
+  none.slots = {0, -1, 1};
+  Batch first = none.batch(spec);
+  first.pad_slot = 7;
+  p->update(first, stream->get());
+  const DeviceGraph with = capture();
+  p->update(batch, stream->get());  // whose first request is padding
+  begin();
+  stream->replay(with);
+  stream->synchronize();
+  EXPECT_EQ(outputs().substr(0, 2 * kRowBytes), std::string(2 * kRowBytes, 0));
+  EXPECT_NE(outputs().substr(2 * kRowBytes, kRowBytes), std::string(kRowBytes, 0));
+  EXPECT_EQ(states().substr(kSlotBytes), first_state.substr(kSlotBytes));
+  first.pad_slot.reset();
+  p->update(first, stream->get());
+  const DeviceGraph without = capture();
+  EXPECT_EQ(error_code([&] { p->update(batch, stream->get()); }), "update.captured_padding");
+  batch.pad_slot = 9;
+  EXPECT_NO_THROW(p->update(batch, stream->get()));
+}
+
 // A request that is left out is as if it were not there: nothing of it is written, and the others have the same bits.
 TEST_F(RecurrentCalls, LeaveOutWhatBreaksRules) {
   if (!fake::has_texts()) GTEST_SKIP();

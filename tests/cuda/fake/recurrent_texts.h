@@ -15,7 +15,8 @@ inline void use_recurrent_text(const imbrex::test::RecurrentVariant& variant) {
   const RecurrentKernel kernel = recurrent_kernel(variant.arch(), variant.layer);
   state().param_sizes = {{kernel.aligned, {sizeof(RecurrentParams)}},
                          {kernel.unaligned, {sizeof(RecurrentParams)}},
-                         {"plan_state_batch", {sizeof(PlanStateBatchParams)}}};
+                         {"plan_state_batch", {sizeof(PlanStateBatchParams)}},
+                         {"zero_padding", {sizeof(ZeroPaddingParams)}}};
   if (const auto stream = variant.stream_kernel()) {
     put_into_cache(stream->key);
     state().param_sizes["recurrent_stream"] = {sizeof(RecurrentParams)};
@@ -44,7 +45,7 @@ inline void use_recurrent_text(const imbrex::test::RecurrentVariant& variant) {
         if (launch.entry.ends_with("_weights")) return launch.entry + "_weights_" + name;
         if (launch.entry == "recurrent_chunks") return launch.entry + (launch.module == ends ? "_ends_" : "_chunks_") + name;
         if (launch.entry == "recurrent_segments") return launch.entry + "_segments_" + name;
-        return launch.entry + "_" + (launch.entry == "plan_state_batch" ? "conv_lfm2" : tokens);
+        return launch.entry + "_" + (is_of_all_layers(launch) ? "conv_lfm2" : tokens);
       });
 }
 

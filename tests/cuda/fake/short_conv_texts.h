@@ -16,9 +16,10 @@ inline void use_short_conv_text(const imbrex::test::ShortConvVariant& variant) {
   for (const KernelKey& key : {variant.key(), plan_state_batch_key("sm_90a")}) put_into_cache(key);
   state().param_sizes = {{"short_conv_aligned", {sizeof(ShortConvParams)}},
                          {"short_conv_unaligned", {sizeof(ShortConvParams)}},
-                         {"plan_state_batch", {sizeof(PlanStateBatchParams)}}};
+                         {"plan_state_batch", {sizeof(PlanStateBatchParams)}},
+                         {"zero_padding", {sizeof(ZeroPaddingParams)}}};
   run_texts([name = std::string(variant.name)](const Launch& launch) {
-    return launch.entry + "_" + (launch.entry == "plan_state_batch" ? "conv_lfm2" : name);
+    return launch.entry + "_" + (is_of_all_layers(launch) ? "conv_lfm2" : name);
   });
 }
 

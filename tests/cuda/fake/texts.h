@@ -62,6 +62,9 @@ inline void run_texts([[maybe_unused]] std::function<std::string(const Launch&)>
 #endif
 }
 
+// Whether layers with states of all kinds have such launches.
+inline bool is_of_all_layers(const Launch& launch) { return launch.entry == "plan_state_batch" || launch.entry == "zero_padding"; }
+
 inline void forget_texts() { state().on_launch = nullptr, state().param_sizes.clear(), state().launches.clear(); }
 
 }  // namespace imbrex::cuda::fake
