@@ -69,7 +69,8 @@ std::vector<BackendAlias> make_aliases() {
   sglang(kCpu, cpu_backends(), {"intel_amx", "torch_native"});
   sglang(kCuda, cuda_backends(),
          {"flashinfer", "fa3", "fa4", "triton", "flex_attention", "trtllm_mha", "hpc_ops", "minicpm_flashattn", "minicpm_flashinfer"});
-  sglang("dual-chunk attention (Qwen2.5-1M) on NVIDIA GPUs; three layers over one cache, joined by PartialMerger", {}, {"dual_chunk_flash_attn"});
+  sglang("dual-chunk attention (Qwen2.5-1M) on NVIDIA GPUs; three layers over one cache, joined by PartialMerger", {},
+         {"dual_chunk_flash_attn"});
   for (const char* name : {"flashinfer", "fa3", "fa4", "triton", "flashmla", "cutlass_mla", "trtllm_mla", "cutedsl_mla", "tokenspeed_mla"})
     list.push_back({"sglang", name, cuda_backends(), kCudaMla, MlaFamily::name});
   list.push_back({"sglang", "intel_amx", cpu_backends(), kCpuMla, MlaFamily::name});
