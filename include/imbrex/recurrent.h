@@ -131,10 +131,10 @@ struct RecurrentOutputs {
   TensorView out;  // dtype [>= num_tokens, num_v_heads, head_dim_v], innermost stride 1
 };
 
-// update() reads Batch::query_start_loc, seq_lens, state_slots and source_slots, and where there are drafts num_drafts, accepted_drafts and
-// draft_parents. No two requests with tokens have the same slot. Other requests, threads and slots change no bit of a result. How a prompt
-// is cut into steps changes none where the state is f32 and steps end at multiples of RecurrentPlan::step_tokens() of a request's tokens;
-// elsewhere results agree as far as the types of the state allow.
+// update() reads Batch::query_start_loc, seq_lens, state_slots, source_slots and pad_slot, and where there are drafts num_drafts,
+// accepted_drafts and draft_parents. No two requests with tokens have the same slot, but for padding. Other requests, threads and slots
+// change no bit of a result. How a prompt is cut into steps changes none where the state is f32 and steps end at multiples of
+// RecurrentPlan::step_tokens() of a request's tokens; elsewhere results agree as far as the types of the state allow.
 class RecurrentPlan : public BasicPlan {
  public:
   // Allocates nothing. Errors recurrent.run.*
