@@ -59,10 +59,10 @@ struct ShortConvOutputs {
 };
 
 // update() reads Batch::query_start_loc, seq_lens, state_slots, source_slots and pad_slot, and where there are drafts num_drafts,
-// accepted_drafts and draft_parents. No two requests with tokens have the same slot, but for padding. How a prompt is cut into steps changes
-// no bit of outputs and state, nor do other requests and threads. update_on_device() reads DeviceBatch::state_slots and the drafts too.
-// There a request whose slot is outside of the state, or which has the slot of another one, is left out of run(), and device_problems()
-// reports it. It is for GPUs: a plan of a CPU, where lengths are on the host anyway, refuses it.
+// accepted_drafts and draft_parents. No two requests with tokens have the same slot, but for padding. How a prompt is cut into steps
+// changes no bit of outputs and state, nor do other requests and threads. update_on_device() reads DeviceBatch::state_slots and the drafts
+// too. There a request whose slot is outside of the state, or which has the slot of another one, is left out of run(), and
+// device_problems() reports it. It is for GPUs: a plan of a CPU, where lengths are on the host anyway, refuses it.
 class ShortConvPlan : public BasicPlan {
  public:
   // Allocates nothing. Errors short_conv.run.*, tensor.*
