@@ -73,6 +73,7 @@ void add_position_cases(CaseTable&);     // cases_positions.cpp
 void add_tree_cases(CaseTable&);         // cases_trees.cpp
 void add_expression_cases(CaseTable&);   // cases_expressions.cpp
 void add_record_cases(CaseTable&);       // cases_latent.cpp
+void add_latent_masks(CaseTable&);       // cases_latent.cpp
 void add_packed_cases(CaseTable&);       // cases_variants.cpp
 void add_wide_mask_cases(CaseTable&);    // cases_variants.cpp
 void add_latent_tree_cases(CaseTable&);  // cases_trees.cpp

@@ -284,7 +284,8 @@ std::vector<Case> make_cases() {
   add_packed_cases(table);
   add_mask_cases(table);
   add_latent_tree_cases(table);
-  add_wide_mask_cases(table);  // new ones last: a case's seed and types depend on how many are in front of it
+  add_wide_mask_cases(table);
+  add_latent_masks(table);  // new ones last: a case's seed and types depend on how many are in front of it
   return std::move(table.cases);
 }
 

@@ -67,6 +67,27 @@ void add_latent_cases(CaseTable& table) {
     add_latent(table, fmt::format("split_q{}", q_len), 4, 1, {128, 64}, kDTypes[0], {{q_len, 4200}, {1, 50}}).spec.block_size = 64;
 }
 
+// What hides or weighs logits in the dims of models, with the heads that a rank may have: few rows, a pair of blocks, and many rows of a
+// GPU.
+void add_latent_masks(CaseTable& table) {
+  const NamedFeature features[] = {
+      {"window", 1, kDTypes[0], [](Case& c) { c.spec.mask.window_left = 90; }},
+      {"sinks", 1, {DType::f16, DType::f16}, [](Case& c) { c.spec.score.sinks = true; }},
+      {"cap", 1, kDTypes[0], [](Case& c) { c.spec.score.soft_cap = 20.f; }},
+      {"custom", 1, kDTypes[0], [](Case& c) { c.spec.mask.custom = true, c.custom = CustomPattern::random; }},
+      {"no_rope", 1, {DType::f16, DType::f16}, [](Case& c) { c.spec.head_dim_qk = c.spec.head_dim_v; }},
+  };
+  const Requests requests{{1, 150}, {2, 70}, {1, 9}};
+  int turn = 0;
+  for (const int heads : {8, 20, 40, 96, 128})
+    for (const NamedFeature& f : features) {
+      constexpr int kBlockSizes[] = {64, 16, 1};
+      Case& c = add_latent(table, fmt::format("masks_{}_{}", heads, f.name), heads, f.kv_heads, {576, 512}, f.types, requests);
+      c.spec.block_size = kBlockSizes[turn++ % 3];
+      f.set(c);
+    }
+}
+
 // Formats that hold nothing but their own numbers: records with scales inside, and parts with a scale each.
 void add_record_cases(CaseTable& table) {
   Case& records = add_latent(table, "ds_mla_mixed", 16, 1, {576, 512}, {DType::bf16, DType::fp8_e4m3}, kMixed);
