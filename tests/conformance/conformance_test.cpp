@@ -22,7 +22,8 @@ bool runs_with_every_poison(const Case& c, const Target& target) {
   if (target.on_gpu() || c.seed % 8 == 0) return true;
   if (target.backend == &reference_backend()) return false;
   const std::string_view name = c.name;
-  for (const char* axis : {"page_", "mask_", "mixed_", "length_", "long_", "prefill_", "group_", "packed_", "tree_latent_"})
+  for (const char* axis :
+       {"page_", "mask_", "mixed_", "length_", "long_", "prefill_", "group_", "packed_", "tree_latent_", "latent_masks_"})
     if (name.starts_with(axis)) return true;
   return name.ends_with("_mixed");
 }
