@@ -265,7 +265,8 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
   p.lists_are_there = lists_->are_there();
   const bool known = !captured && !lists_->on_device();
   const int64_t requests = known ? lists_->num_requests() : options_.limits.max_num_reqs;
-  bool has_tokens = true, has_chunks = false;  // tokens that do not come in chunks, and those that do
+  lists_->zero_padding(out.out, captured, cu);  // in front of what changes states, so that a run() may be made again if this fails
+  bool has_tokens = true, has_chunks = false;   // tokens that do not come in chunks, and those that do
   if (rounds_ && has_aligned_rows(in, out)) {
     p.least_chunked = kLeastChunked;
     const auto in_chunks = [&](const imbrex::StateRequest& r) { return chunked_tokens(p.least_chunked, r.end - r.begin, r.drafts); };
@@ -300,7 +301,6 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
     of_outputs.least_chunked = finishes ? p.least_chunked : 0;
     launch_outputs(of_outputs, aligned_outputs, known ? step.num_tokens : options_.limits.max_num_tokens, cu);
   }
-  lists_->zero_padding(out.out, cu);
   if (captured) lists_->captured(in.state.size(0));
 }
 

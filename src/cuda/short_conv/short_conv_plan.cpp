@@ -102,9 +102,9 @@ void ShortConvCudaPlan::run(const ShortConvInputs& in, const ShortConvOutputs& o
   } else {
     blocks = grid.blocks_for(StateLists::counts_of(step));
   }
+  lists_->zero_padding(out.out, captured, cu);
   entry.kernel.launch(
       {.grid_x = unsigned(std::min<int64_t>(blocks, INT32_MAX)), .threads = kShortConvThreads, .programmatic = device_.sm >= 90}, cu, p);
-  lists_->zero_padding(out.out, cu);
   if (captured) lists_->captured(in.state.size(0));
 }
 

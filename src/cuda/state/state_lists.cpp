@@ -171,8 +171,8 @@ void StateLists::load_padding() {
   padding_module_ = module;
 }
 
-void StateLists::zero_padding(const TensorView& out, CUstream stream) const {
-  const bool known = !is_captured(stream) && !now_.on_device;
+void StateLists::zero_padding(const TensorView& out, bool captured, CUstream stream) const {
+  const bool known = !captured && !now_.on_device;
   if (known ? now_.step.padding.empty() : !now_.has_pad_slot) return;
   constexpr int64_t kBlocksTogether = 4;  // of a multiprocessor
   const int64_t requests = known ? num_requests() : options_.limits.max_num_reqs, size = size_of(out.dtype);

@@ -52,9 +52,9 @@ class StateLists {
     captured_slots_ = std::min(captured_slots_, num_slots);
     captured_without_padding_ = captured_without_padding_ || !now_.has_pad_slot;
   }
-  // Zeros for the outputs of requests that are padding: out [tokens, ..], of two or three dimensions. In a graph for all its steps, if the
-  // one that it is captured with has a pad_slot.
-  void zero_padding(const TensorView& out, CUstream) const;
+  // Zeros for the outputs of requests that are padding: out [tokens, ..], of two or three dimensions. In a graph (`captured`) for all its
+  // steps, if the one that it is captured with has a pad_slot.
+  void zero_padding(const TensorView& out, bool captured, CUstream) const;
 
   static StateCounts counts_of(const StateStep& step) {
     return {.num_tokens = step.num_tokens, .num_reqs = int(num_requests(step)), .taken = 0, .padding = 0};
