@@ -5,7 +5,8 @@ process and in turn, and compares rows of the outputs with float64.
 The peers are files of vLLM's wheels: --flashmla _flashmla_C.abi3.so, --fa3 _vllm_fa3_C.abi3.so. A cell is named heads x requests x context,
 with /q for query tokens of each request, :p for the tokens of a page, r for ragged contexts and @form for caches that are not bf16:
 "128x64x4096", "16x1x4096/2", "128x64x4096:1", "16x64x8192r@e4m3", "16x64x8192@ds_mla". Peers run with bf16 alone: beside other forms, with
-the same numbers in bf16."""
+the same numbers in bf16. Calls take turns at copies of the cache, so that L2 does not serve what a model's other layers would have
+displaced; with --hot-pages there is one cache."""
 from __future__ import annotations
 
 import argparse

@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   cluster_sync();
   constexpr int kLoader = 4 * (kConsumers + 1);  // the first warp that loads
   const bool found = warp_id() == kLoader && find_first_item<1>(p, half.rank, kBlocksTogether, shared);
-  if (warp_id() == kLoader + 3) fetch_first_step(p, half);
+  if (warp_id() == kLoader + 3) fetch_first_step(p, half, k_map);
   if (!begin_launch(p)) return;
   const int wg = shuffle(int(threadIdx.x / 128), 0);
   if (wg < kConsumers) {

@@ -183,22 +183,18 @@ DEVICE void produce_stages(const AttentionParams& p, const Half& half, const Ten
   });
 }
 
-// Brings a block's own tile of a step to L2.
-DEVICE void fetch_tile(const AttentionParams& p, const Item& item, const Box& box) {
-  if constexpr (kMaps && kBlockSize > 0) {
-    if (!box.loads) return;
-    const char* const first = p.k.data + item.kv_head * p.k.head_stride + offset_in_block(p.k, box.block, box.key);
-    bulk_prefetch(first, u32((kPageRows - 1) * p.k.token_stride) + kHeadDimQk * 2);
-  }
-}
-
-// As fetch_ahead() does, for the first step of the cluster's first item. With more of them batches take longer.
-DEVICE void fetch_first_step(const AttentionParams& p, const Half& half) {
+// As fetch_ahead() does, a block's own tile of the first step of the cluster's first item. With more of them batches take longer. An id
+// that is not valid yet is no address: the map knows where the cache ends.
+DEVICE void fetch_first_step(const AttentionParams& p, const Half& half, const TensorMap& k_map) {
   const int task = int(blockIdx.x) / kBlocksTogether;
-  if (!p.keys_are_there || task >= num_tasks(p)) return;
+  if (!kMaps || !p.keys_are_there || task >= num_tasks(p)) return;
   const Item item = item_of(p, task);
   const int tile = kBlocksTogether * steps_of(item).first + half.rank;
-  fetch_tile(p, item, whole_box(p, item, tile, [](const int* id) { return load_l2(id); }));
+  const Box box = whole_box(p, item, tile, [](const int* id) { return load_l2(id); });
+  if (!box.loads) return;
+#pragma unroll
+  for (int c = 0; c < kKChunks; ++c)
+    tma_prefetch(k_map, l2_first_out(), c * kDimsOf<kKWidth>, first_row(item, box), item.kv_head, box.block);
 }
 
 // Brings keys to L2, so many steps ahead of those that are there: too few stages fit for all that memory could have under way.
@@ -213,7 +209,12 @@ DEVICE void fetch_steps(const AttentionParams& p, const Half& half, SharedStorag
       stage.next();
     };
     const auto fetch = [&](int step) {
-      if constexpr (kMaps && kBlockSize > 0) fetch_tile(p, item, box_of(p, item, kBlocksTogether * step + half.rank));
+      if constexpr (kMaps && kBlockSize > 0) {
+        const Box box = box_of(p, item, kBlocksTogether * step + half.rank);
+        if (!box.loads) return;
+        const char* const first = p.k.data + item.kv_head * p.k.head_stride + offset_in_block(p.k, box.block, box.key);
+        bulk_prefetch(first, u32((kPageRows - 1) * p.k.token_stride) + kHeadDimQk * 2);
+      }
     };
 #pragma unroll 1
     for (int step = steps.first; step < steps.first + kStepsAhead; ++step) fetch(step);
